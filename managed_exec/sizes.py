@@ -1,6 +1,6 @@
 """Amounts of memory as people write them: ``12_000_000``, ``"12GiB"``, ``"500 MB"``.
 
-Covers parsing and printing. Fractions of a device are the caller's matter: what they are a fraction of is not known here.
+Covers parsing and printing. Fractions are the caller's matter: what they are a fraction of is not known here.
 """
 
 from __future__ import annotations

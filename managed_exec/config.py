@@ -1,0 +1,37 @@
+"""Checks of the constructor's arguments, so that a wrong one fails there and not in a worker."""
+
+from __future__ import annotations
+
+from managed_exec.scheduling.placement import PLACEMENTS, Placement
+
+
+def checked_max_workers(max_workers: int | None) -> int | None:
+    """Return *max_workers* if it is None or a positive ``int``."""
+    # The standard pool's words: programs and its own tests know them.
+    return _positive(max_workers, "max_workers must be greater than 0", "max_workers")
+
+
+def checked_tasks_per_device(tasks_per_device: int | None) -> int | None:
+    """Return *tasks_per_device* if it is None or a positive ``int``."""
+    return _positive(tasks_per_device, "tasks_per_device must be greater than 0", "tasks_per_device")
+
+
+def checked_placement(placement: str | Placement) -> Placement:
+    """Return the placement function of that name, or *placement* itself if it is one."""
+    if isinstance(placement, str):
+        if placement not in PLACEMENTS:
+            raise ValueError(f"placement: expected one of {', '.join(PLACEMENTS)} or a function, got {placement!r}")
+        return PLACEMENTS[placement]
+    if not callable(placement):
+        raise TypeError(f"placement: expected a name or a function, got {placement!r}")
+    return placement
+
+
+def _positive(number: int | None, too_small: str, name: str) -> int | None:
+    if number is None:
+        return None
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{name}: expected an int or None, got {number!r}")
+    if number <= 0:
+        raise ValueError(f"{too_small}, got {number}")
+    return number

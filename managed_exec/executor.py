@@ -1,0 +1,170 @@
+"""``GPUPoolExecutor``: a thread pool whose tasks run on the devices of the machine.
+
+    submit -> queue -> worker: device booked, context entered, task called, device work waited for -> future
+
+The executor owns the queue, the loads and the threads; each worker has its own device context. Locks, outermost first:
+
+1. ``_shutdown_lock`` (of the standard pool): the shutdown and broken flags, and the set of threads.
+2. the standard pool's global lock: that no worker is started while the interpreter exits.
+3. ``DeviceLoads._lock``: the bookings. A leaf, never taken with the other two held.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, MutableMapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import thread as stock
+from contextvars import copy_context
+from queue import SimpleQueue
+from typing import Any, TypeVar, cast
+
+from managed_exec.config import checked_max_workers, checked_placement, checked_tasks_per_device
+from managed_exec.devices import resolve_devices
+from managed_exec.devices.discovery import DeviceLike
+from managed_exec.inheritance import SubmitterModes, SubmitterStreams
+from managed_exec.scheduling.loads import DeviceLoads
+from managed_exec.scheduling.placement import Placement
+from managed_exec.scheduling.worker import Worker
+from managed_exec.task import Task
+from managed_exec.telemetry.sampler import DeviceSampler
+
+T = TypeVar("T")
+
+
+class GPUPoolExecutor(ThreadPoolExecutor):
+    """A ``ThreadPoolExecutor`` that binds each task to a device when it starts.
+
+    In a task ``"cuda"`` without an index, and ``.cuda()``, mean the task's device: a GPU, a simulated device or, where
+    there is no accelerator, the CPU. A future is done when the device work of its task is done.
+
+    Args:
+        max_workers: most tasks at once, on all devices together. By default as many as the standard pool takes, but at
+            least one for each device; with ``tasks_per_device``, exactly what the devices take.
+        thread_name_prefix: as in the standard pool, like the next two.
+        initializer: called once in each worker thread, outside any task.
+        initargs: its arguments.
+        devices: None for every accelerator there is, else the CPU; or a count, indices, strings, ``torch.device``
+            objects. All of one kind.
+        tasks_per_device: most tasks at once on one device; None for no bound but ``max_workers``.
+        placement: which device a task gets: ``"least-loaded"``, ``"round-robin"``, ``"pack"``, or a function like
+            these (see ``managed_exec.scheduling``).
+        inherit_context: whether context variables, grad mode, inference mode and autocast of the submitting thread
+            hold in the task. False gives the standard pool's behaviour.
+
+    Raises:
+        ValueError: a number below one, no or unknown devices, an unknown placement. The text says what is there.
+        TypeError: an argument of the wrong type.
+    """
+
+    def __init__(
+        self,
+        max_workers: int | None = None,
+        thread_name_prefix: str = "",
+        initializer: Callable[..., object] | None = None,
+        initargs: tuple[Any, ...] = (),
+        *,
+        devices: int | DeviceLike | Iterable[DeviceLike] | None = None,
+        tasks_per_device: int | None = None,
+        placement: str | Placement = "least-loaded",
+        inherit_context: bool = True,
+    ) -> None:
+        tasks_per_device = checked_tasks_per_device(tasks_per_device)
+        place = checked_placement(placement)
+        max_workers = checked_max_workers(max_workers)
+        self._devices = resolve_devices(devices)
+        device_tasks = None if tasks_per_device is None else tasks_per_device * len(self._devices)
+        super().__init__(max_workers or device_tasks, thread_name_prefix, initializer, initargs)
+        if max_workers is None and device_tasks is None:
+            self._max_workers = max(self._max_workers, len(self._devices))
+        # A worker more than the devices take tasks would have nothing to do but wait for one of them.
+        self._max_threads = self._max_workers if device_tasks is None else min(self._max_workers, device_tasks)
+        # The standard pool's own parts, which its shutdown drains, joins and marks; typed for what is put into them.
+        self._tasks = cast("SimpleQueue[Task | None]", self._work_queue)
+        self._workers = cast("set[threading.Thread]", self._threads)
+        self._thread_initializer = initializer, initargs
+        self._inherit_context = inherit_context
+        self._accelerators = tuple(device for device in self._devices if device.is_accelerator)
+        self._loads = DeviceLoads(self._devices, tasks_per_device, place)
+        self._sampler: DeviceSampler | None = None  # runs from the first submit on, where there is a choice of devices
+        self._idle_workers: deque[None] = deque()
+        self._task_ids = itertools.count()
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Schedule ``fn(*args, **kwargs)`` and return its future.
+
+        Every keyword goes to *fn*, none is read here.
+
+        Raises:
+            RuntimeError: the pool or the interpreter is shutting down.
+            BrokenThreadPool: an initializer failed.
+        """
+        task = Task(
+            next(self._task_ids),
+            fn,
+            args,
+            kwargs,
+            copy_context() if self._inherit_context else None,
+            SubmitterModes.capture(self._devices[0].torch_device.type) if self._inherit_context else None,
+            SubmitterStreams.capture(self._accelerators) if self._accelerators else None,
+        )
+        with self._shutdown_lock, stock._global_shutdown_lock:
+            if self._broken:
+                raise stock.BrokenThreadPool(self._broken)
+            if self._shutdown:
+                raise RuntimeError("cannot schedule new futures after shutdown")
+            if stock._shutdown:
+                raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+            self._tasks.put(task)
+            try:
+                self._idle_workers.pop()
+            except IndexError:
+                if len(self._workers) < self._max_threads:
+                    self._start_worker()
+        return task.future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait, cancel_futures=cancel_futures)
+        sampler = self._sampler
+        if sampler is not None:
+            sampler.wake.put(None)
+            if wait:
+                sampler.thread.join()
+
+    shutdown.__doc__ = ThreadPoolExecutor.shutdown.__doc__
+
+    def _start_worker(self) -> None:
+        """Start one more worker. The first two locks are held."""
+        if not self._workers and len(self._accelerators) > 1:
+            self._sampler = DeviceSampler(self._devices, self._loads, f"{self._thread_name_prefix}_sampler")
+            self._start_thread(self._sampler.thread, self._sampler.wake)
+        tasks = self._tasks
+        wake = None if self._sampler is None else self._sampler.wake
+
+        def wake_all(_: object) -> None:
+            """Wake the threads of a pool that was collected, so that they end."""
+            tasks.put(None)
+            if wake is not None:
+                wake.put(None)
+
+        worker = Worker(
+            weakref.ref(self, wake_all),
+            tasks,
+            self._idle_workers,
+            self._devices,
+            self._loads,
+            *self._thread_initializer,
+        )
+        thread = threading.Thread(target=worker.run, name=f"{self._thread_name_prefix}_{len(self._workers)}")
+        self._start_thread(thread, tasks)
+        self._workers.add(thread)
+
+    @staticmethod
+    def _start_thread(thread: threading.Thread, wake: SimpleQueue[Any]) -> None:
+        """Start *thread* and have the interpreter wake it through *wake*, and wait for it, when it exits."""
+        thread.start()
+        threads_queues = cast("MutableMapping[threading.Thread, SimpleQueue[Any]]", stock._threads_queues)
+        threads_queues[thread] = wake

@@ -1,0 +1,5 @@
+"""Which task runs where, and the threads that run them."""
+
+from managed_exec.scheduling.placement import DeviceSnapshot, Placement, PlacementRequest
+
+__all__ = ["DeviceSnapshot", "Placement", "PlacementRequest"]

@@ -1,0 +1,174 @@
+"""One thread of a pool: takes tasks from the queue and runs them, each bound to a device.
+
+The life of a task in its worker, in this order, so that whoever sees the future done finds everything given back:
+
+    future running -> book a device -> enter the device context -> call -> wait for its device work
+        -> leave the context -> give the booking back -> drop arguments -> future done
+
+A worker refers to its executor only weakly, so that a pool nobody holds any more can be collected and its workers end.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import thread as stock
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+import torch
+
+from managed_exec.context import DeviceContext
+from managed_exec.devices import Device
+from managed_exec.scheduling.loads import DeviceLoads
+from managed_exec.task import Task
+
+_log = logging.getLogger("concurrent.futures")  # where the standard pool reports what befalls a worker
+
+
+class WorkerOwner(Protocol):
+    """What a worker needs of its executor."""
+
+    _shutdown: bool
+
+    def _initializer_failed(self) -> None: ...
+
+
+class Worker:
+    """Run tasks until the pool shuts down, is collected, or the interpreter exits."""
+
+    def __init__(
+        self,
+        owner: weakref.ref[WorkerOwner],
+        tasks: SimpleQueue[Task | None],
+        idle_workers: deque[None],
+        devices: Sequence[Device],
+        loads: DeviceLoads,
+        initializer: Callable[..., object] | None,
+        initargs: tuple[Any, ...],
+    ) -> None:
+        self._owner = owner
+        self._tasks = tasks
+        # One entry for each worker about to wait. A deque, for its append and pop are atomic: submit takes an entry
+        # instead of starting a thread.
+        self._idle_workers = idle_workers
+        self._devices = devices
+        self._loads = loads
+        self._initializer = initializer
+        self._initargs = initargs
+        self._last_position: int | None = None
+
+    def run(self) -> None:
+        """Be the target of the worker's thread."""
+        if self._initializer is not None:
+            try:
+                self._initializer(*self._initargs)
+            except BaseException:  # noqa: BLE001 as the standard pool: reported, and the pool declared broken
+                _log.critical("Exception in initializer:", exc_info=True)
+                owner = self._owner()
+                if owner is not None:
+                    owner._initializer_failed()
+                return
+        try:
+            context = DeviceContext(self._devices)
+            while True:
+                try:
+                    task = self._tasks.get_nowait()
+                except Empty:
+                    self._idle_workers.append(None)
+                    task = self._tasks.get()
+                if task is not None:
+                    self._run_task(task, context)
+                    del task  # or the task would live until the next one comes
+                elif self._must_exit():
+                    self._tasks.put(None)  # for the next worker
+                    return
+        except BaseException:  # noqa: BLE001 the last resort of a thread nobody watches
+            _log.critical("Exception in worker", exc_info=True)
+
+    def _must_exit(self) -> bool:
+        owner = self._owner()
+        if owner is not None and not owner._shutdown and not stock._shutdown:
+            return False
+        if owner is not None:
+            owner._shutdown = True
+        return True
+
+    def _run_task(self, task: Task, context: DeviceContext) -> None:
+        if not task.future.set_running_or_notify_cancel():
+            return
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            position = self._loads.book(self._last_position)
+        except Exception as raised:  # noqa: BLE001 belongs to the task's future, whatever it is
+            error = raised
+        else:
+            self._last_position = position
+            try:
+                result, error = _run_bound(task, context, position)
+            finally:
+                self._loads.give_back(position)
+        task.drop_call()
+        if error is None:
+            task.future.set_result(result)
+        else:
+            if isinstance(error, torch.OutOfMemoryError):
+                _clear_frames(error)
+            task.future.set_exception(error)
+        # The traceback of the error refers to this frame, and so to whatever this frame still refers to.
+        del error, result, task
+
+
+def _run_bound(task: Task, context: DeviceContext, position: int) -> tuple[Any, BaseException | None]:
+    """Run *task* on the device at *position*; return its result, or what it or its device raised."""
+    result: Any = None
+    error: BaseException | None = None
+    # The call is written out here, for each frame between this one and the task's would keep its arguments alive as
+    # long as the error of a failed task lives.
+    try:
+        context.enter(position, task.id, task.streams)
+        if task.modes is None:
+            if task.context is None:
+                result = task.fn(*task.args, **task.kwargs)
+            else:
+                result = task.context.run(task.fn, *task.args, **task.kwargs)
+        else:
+            with task.modes.applied():  # captured together with the context, if at all
+                result = task.context.run(task.fn, *task.args, **task.kwargs)
+    except BaseException as raised:  # noqa: BLE001 a task may raise anything; all of it belongs to its future
+        error = raised
+    try:
+        context.leave()
+        if context.shares_results:
+            context.share(result, task.streams)
+    except Exception as raised:  # noqa: BLE001 likewise
+        result = None
+        if error is None:
+            error = raised
+        else:
+            # The task's own error comes first; what its device had to say besides is most often the same.
+            _log.warning("task %d failed, and then its device reported: %r", task.id, raised)
+    try:
+        return result, error
+    finally:
+        del error, result, task
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Let go of the locals of every frame that *error* and the errors behind it came through.
+
+    An exception keeps the frames, and so the tensors, of the task that raised it for as long as its future lives; for
+    an out-of-memory error that is the very memory that is missing. The traceback stays readable.
+    """
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        current = pending.pop()
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
+            traceback.clear_frames(current.__traceback__)
+            pending += [current.__cause__, current.__context__]

@@ -1,0 +1,1 @@
+"""Watching devices and pools from outside their tasks."""

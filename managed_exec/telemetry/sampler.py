@@ -1,0 +1,59 @@
+"""The thread that reads the memory and utilisation of a pool's devices, away from the way of any task.
+
+Reads a few times a second while tasks run, and sleeps while none do: polling would keep an idle GPU awake.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+
+from managed_exec.devices import Device
+from managed_exec.scheduling.loads import DeviceLoads
+
+_log = logging.getLogger(__name__)
+
+PERIOD_S = 0.25
+
+
+class DeviceSampler:
+    """Keep *loads* informed of what is free on *devices*, until told to stop."""
+
+    def __init__(self, devices: Sequence[Device], loads: DeviceLoads, thread_name: str) -> None:
+        self._devices = devices
+        self._loads = loads
+        # True wakes the sampler because a task has started, None ends it. Whoever drops the pool puts the None.
+        self.wake: SimpleQueue[bool | None] = SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name=thread_name)
+        loads.on_busy = self._on_busy
+
+    def _on_busy(self) -> None:
+        if self.wake.empty():
+            self.wake.put(True)
+
+    def _run(self) -> None:
+        active = True  # whether a task ran since the last sample, so that the one after the last task is taken too
+        while True:
+            self._sample_all()
+            try:
+                if self.wake.get(timeout=PERIOD_S if active else None) is None:
+                    return
+            except Empty:
+                pass  # the period is over
+            active = self._loads.running > 0
+
+    def _sample_all(self) -> None:
+        for position, device in enumerate(self._devices):
+            # Elsewhere a reading would create a context, hundreds of megabytes, on a device no task may ever get.
+            if device.read_leaves_no_trace or self._loads.was_used(position):
+                self._sample(position)
+
+    def _sample(self, position: int) -> None:
+        device = self._devices[position]
+        try:
+            self._loads.record_sample(position, device.memory(), device.utilization())
+        except RuntimeError as error:
+            # A broken device. The tasks on it have the error; placement goes on with the old figures.
+            _log.debug("cannot read %r: %s", device, error)

@@ -1,0 +1,113 @@
+"""What every test shares: the kinds of device, and the check that nothing is left behind."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from managed_exec import GPUPoolExecutor, sim
+
+faulthandler.enable()
+# The tests choose the simulator themselves, and differently from one to the next.
+os.environ.pop("MANAGED_EXEC_SIM", None)
+torch.set_num_threads(1)
+
+SIMULATED_DEVICES = 4
+SIMULATED_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of device that a contract is run on."""
+
+    name: str
+
+    @property
+    def is_accelerator(self) -> bool:
+        return self.name != "cpu"
+
+    @property
+    def device_count(self) -> int:
+        return torch.accelerator.device_count() if self.is_accelerator else 1
+
+    def pool(self, max_workers: int | None = None, **options: Any) -> GPUPoolExecutor:
+        if not self.is_accelerator:
+            options.setdefault("devices", "cpu")
+        return GPUPoolExecutor(max_workers, **options)
+
+
+# Looked at once, before any test turns the simulator on: from then on torch means the simulator by "accelerator".
+HAS_GPU = torch.accelerator.is_available()
+
+
+@pytest.fixture(params=["cpu", "sim"])
+def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
+    """Each kind of device in turn. ``tests/gpu`` runs what uses this on a real one."""
+    yield from make_kind(request.param)
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Kind]:
+    """An accelerator: the simulator here, a real one in ``tests/gpu``."""
+    yield from make_kind("sim")
+
+
+@pytest.fixture
+def simulator() -> Iterator[Kind]:
+    """Four simulated devices of 64 MiB."""
+    yield from make_kind("sim")
+
+
+def make_kind(name: str) -> Iterator[Kind]:
+    if name == "sim":
+        if HAS_GPU:
+            pytest.skip("the simulator would hide the real accelerator from later tests; set CUDA_VISIBLE_DEVICES=''")
+        sim.enable(devices=SIMULATED_DEVICES, memory=SIMULATED_BYTES)
+    yield Kind(name)
+    if name == "sim":
+        eventually(lambda: allocated_bytes() == 0)
+        sim.disable()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Check that the test leaves no thread and no device byte behind."""
+    threads = set(threading.enumerate())
+    held = allocated_bytes()
+    yield
+    assert eventually(lambda: not left_threads(threads)), f"threads left: {left_threads(threads)}"
+    assert eventually(lambda: allocated_bytes() <= held), f"device bytes left: {allocated_bytes()}, before: {held}"
+
+
+def left_threads(before: set[threading.Thread]) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread not in before]
+
+
+def allocated_bytes() -> int:
+    """Bytes that tensors hold on all accelerator devices."""
+    if not torch.accelerator.is_available():
+        return 0
+    return sum(torch.accelerator.memory_allocated(i) for i in range(torch.accelerator.device_count()))
+
+
+def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> bool:
+    """Poll *condition* until it holds, collecting cycles once; return whether it came to hold."""
+    deadline = time.monotonic() + timeout_s
+    collected = False
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        if not collected:
+            gc.collect()
+            collected = True
+        time.sleep(0.005)
+    return True
