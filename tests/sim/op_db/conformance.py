@@ -24,7 +24,7 @@ NEVER_EXCUSED = (Outcome.WRONG_VALUE, Outcome.CRASHED, Outcome.TIMED_OUT, Outcom
 
 
 def run_op_db(
-    device: str, mode: str, *, only: Sequence[str] = (), limit_s: float = 60.0, total_s: float = 900.0
+    device: str, mode: str, *, only: Sequence[str] = (), limit_s: float = 120.0, total_s: float = 900.0
 ) -> list[Result]:
     """Run the operator database under a mode; return a record an operator.
 

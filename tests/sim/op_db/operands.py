@@ -13,6 +13,9 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# Entries with an operand that torch wants on the CPU whatever the device; of these, integer tensors stay there.
+STAYS_ON_CPU = {"tensor_split": "tensor_indices_or_sections is read on the CPU, on CUDA as well"}
+
 
 def walk(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """Rebuild nested tuples, lists and dictionaries with ``leaf`` applied to what they hold."""
@@ -37,7 +40,11 @@ class Placement:
     """Copies the operands of one call; remembers storages, so that aliases stay aliases."""
 
     def __init__(
-        self, device_of: Callable[[int], torch.device], ready: Callable[[torch.Tensor], torch.Tensor] = lambda t: t
+        self,
+        device_of: Callable[[int], torch.device],
+        ready: Callable[[torch.Tensor], torch.Tensor] = lambda t: t,
+        *,
+        integers_stay: bool = False,
     ) -> None:
         """Take the device of the n-th distinct storage, and what is done to an operand that has arrived.
 
@@ -46,6 +53,8 @@ class Placement:
         """
         self._device_of = device_of
         self._ready = ready
+        self._integers_stay = integers_stay
+        self.used = False  # whether anything was placed; otherwise the call does not know of the device
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._tensors: dict[int, torch.Tensor] = {}
         self._count = 0
@@ -53,18 +62,21 @@ class Placement:
     def __call__(self, value: Any) -> Any:
         """Return the counterpart of one leaf."""
         if isinstance(value, torch.Tensor):
+            if self._integers_stay and not value.is_floating_point():
+                return value
+            self.used = True
             if id(value) not in self._tensors:
                 # Below autograd the copy is not recorded as a view: nothing but the operand refers to its storage.
                 with torch._C._AutoDispatchBelowAutograd():
                     placed = self._copy(value.detach())
-                placed = self._ready(placed)
-                self._tensors[id(value)] = placed.requires_grad_(value.requires_grad)
+                self._tensors[id(value)] = self._ready(placed).requires_grad_(value.requires_grad)
             return self._tensors[id(value)]
         if isinstance(value, torch.Generator):
             return torch.Generator(self._device_of(0)).manual_seed(value.initial_seed())
-        if isinstance(value, torch.device):
-            return self._device_of(0)
-        return str(self._device_of(0)) if isinstance(value, str) and value == "cpu" else value
+        if isinstance(value, torch.device) or (isinstance(value, str) and value == "cpu"):
+            self.used = True
+            return type(value)(self._device_of(0))
+        return value
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided or tensor.is_nested:
