@@ -39,6 +39,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/SparseTensorUtils.h>
 #include <ATen/native/TensorFactories.h>
+#include <ATen/native/transformers/attention.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -1540,6 +1541,18 @@ class HostView {
     return tensor;
   }
 
+  // Returns a result that stays on the host, copied if it is one of the aliases.
+  Tensor unaliased(const Tensor& host) const {
+    if (host.defined() && host.layout() == c10::kStrided && !host.is_nested()) {
+      for (const auto& [sim, alias] : storages_) {
+        if (host.storage().unsafeGetStorageImpl() == alias.unsafeGetStorageImpl()) {
+          return host.clone();
+        }
+      }
+    }
+    return host;
+  }
+
   // Gives the written device tensors what the kernel made of their aliases. First everything that may fail.
   void commit() {
     struct Grown {
@@ -1991,7 +2004,9 @@ void run_kernel(const c10::OperatorHandle& op, const Plan& plan, Stack* stack) {
       auto& value = (*stack)[first_return + i];
       if (plan.returns_argument[i] >= 0) {
         value = given[plan.returns_argument[i]];
-      } else if (!where.results_on_host && !plan.stays_on_host[i]) {
+      } else if (where.results_on_host || plan.stays_on_host[i]) {
+        value = map_tensors(value, [&](const Tensor& t) { return view.unaliased(t); });
+      } else {
         value = map_tensors(value, [&](const Tensor& t) { return view.to_device(t); });
       }
     }
@@ -2159,6 +2174,42 @@ void convolution_backward(Stack* stack, const std::optional<at::Generator>& /*ge
   leave(stack, 10, std::get<0>(results), std::get<1>(results), std::get<2>(results));
 }
 
+// (query, key, value, attn_bias?, dropout_p, is_causal, return_debug_mask, scale?) -> (output, logsumexp, and what
+// other devices keep for the backward pass). See choose_attention().
+void attention(Stack* stack, const std::optional<at::Generator>& /*generator*/) {
+  const auto a = torch::jit::last(*stack, 8).vec();
+  auto [output, logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(
+      a[0].toTensor(), a[1].toTensor(), a[2].toTensor(), a[4].toDouble(), a[5].toBool(),
+      a[3].toOptional<Tensor>(), a[7].toOptional<double>());
+  const int64_t none = 0;
+  leave(stack, 8, output, logsumexp, Tensor(), Tensor(), none, none, Tensor(), Tensor(), Tensor());
+}
+
+// (grad_out, query, key, value, attn_bias, grad_input_mask, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k,
+// dropout_p, is_causal, philox_seed, philox_offset, scale?) -> the gradients of query, key, value, attn_bias
+void attention_backward(Stack* stack, const std::optional<at::Generator>& /*generator*/) {
+  const auto a = torch::jit::last(*stack, 17).vec();
+  const auto bias = tensor_or_none(a[4]);
+  auto gradients = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+      a[0].toTensor(), a[1].toTensor(), a[2].toTensor(), a[3].toTensor(), a[6].toTensor(), a[7].toTensor(),
+      a[12].toDouble(), a[13].toBool(), bias.defined() ? std::optional<Tensor>(bias) : std::nullopt,
+      a[16].toOptional<double>());
+  leave(stack, 17, std::get<0>(gradients), std::get<1>(gradients), std::get<2>(gradients), Tensor());
+}
+
+// Attention is composed of products unless a device has a kernel for it. The CPU has one, which rounds differently;
+// to give its values, it is used in the same cases. Only shapes and types are looked at.
+int64_t choose_attention(
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double dropout_p,
+    bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  const auto choice =
+      at::native::_fused_sdp_choice_cpp(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa);
+  const auto chosen = choice == static_cast<int64_t>(at::SDPBackend::flash_attention)
+      ? at::SDPBackend::overrideable
+      : static_cast<at::SDPBackend>(choice);
+  return static_cast<int64_t>(chosen);
+}
+
 const std::unordered_map<std::string, HostKernel>& host_kernels() {
   static auto* kernels = new std::unordered_map<std::string, HostKernel>{
       {"aten::_thnn_fused_lstm_cell", &lstm_cell},
@@ -2166,6 +2217,8 @@ const std::unordered_map<std::string, HostKernel>& host_kernels() {
       {"aten::_thnn_fused_gru_cell", &gru_cell},
       {"aten::_thnn_fused_gru_cell_backward", &gru_cell_backward},
       {"aten::native_dropout", &dropout},
+      {"aten::_scaled_dot_product_fused_attention_overrideable", &attention},
+      {"aten::_scaled_dot_product_fused_attention_overrideable_backward", &attention_backward},
       {"aten::convolution_overrideable", &convolution},
       {"aten::convolution_backward_overrideable", &convolution_backward},
   };
@@ -2530,14 +2583,96 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar_dense);
   m.impl("record_stream", &record_stream);
+  m.impl("_nested_view_from_buffer", &at::native::_nested_view_from_buffer);
+}
+
+// Sparse tensors: what reads and makes their parts. The parts are device tensors.
+TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
+  m.impl("empty.memory_format", &at::native::empty_sparse);
+  m.impl("_sparse_coo_tensor_with_dims", &at::native::new_with_dims_sparse);
+  m.impl("_sparse_coo_tensor_with_dims_and_tensors", TORCH_FN(at::native::new_with_dims_and_tensor_sparse_symint));
+  m.impl("_indices", &at::native::_indices_sparse);
+  m.impl("_values", &at::native::_values_sparse);
+  m.impl("indices", &at::native::indices_sparse);
+  m.impl("values", &at::native::values_sparse);
+  m.impl("_nnz", &at::native::_nnz_sparse);
+  m.impl("sparse_dim", &at::native::sparse_dim_sparse);
+  m.impl("dense_dim", &at::native::dense_dim_sparse);
+  m.impl("_dimI", &at::native::sparse_dim_sparse);
+  m.impl("_dimV", &at::native::dense_dim_sparse);
+  m.impl("is_coalesced", &at::native::is_coalesced_sparse);
+  m.impl("_coalesced_", &at::native::_coalesced_sparse_);
+  m.impl("permute", &at::native::permute_sparse_coo);
+  m.impl("unsqueeze", &at::native::unsqueeze_sparse);
+  m.impl("copy_", &at::native::copy_sparse_wrapper_);
+  m.impl("copy_sparse_to_sparse_", &at::native::copy_sparse_);
+}
+
+TORCH_LIBRARY_IMPL(aten, SparseCsrPrivateUse1, m) {
+  m.impl("empty.memory_format", &at::native::empty_sparse_compressed);
+  m.impl("crow_indices", &at::native::crow_indices_sparse_csr);
+  m.impl("col_indices", &at::native::col_indices_sparse_csr);
+  m.impl("ccol_indices", &at::native::ccol_indices_sparse_csr);
+  m.impl("row_indices", &at::native::row_indices_sparse_csr);
+  m.impl("values", &at::native::values_sparse_csr);
+  m.impl("_nnz", &at::native::_nnz_sparse_csr);
+  m.impl("sparse_dim", &at::native::sparse_dim_sparse_csr);
+  m.impl("dense_dim", &at::native::dense_dim_sparse_csr);
+  m.impl("select.int", &at::native::select_sparse_csr);
+  m.impl("copy_", &at::native::copy_sparse_compressed_);
+}
+
+// Nested tensors: one buffer on the device, sizes on the host.
+TORCH_LIBRARY_IMPL(aten, NestedTensorPrivateUse1, m) {
+  m.impl("_nested_tensor_size", &at::native::_nested_tensor_size);
+  m.impl("_nested_tensor_strides", &at::native::_nested_tensor_strides);
+  m.impl("_nested_tensor_storage_offsets", &at::native::_nested_tensor_storage_offsets);
+  m.impl("alias", &at::native::alias_nested);
+  m.impl("detach", &at::native::detach);
+  m.impl("view", &at::native::view_nested);
+  m.impl("transpose.int", &at::native::transpose_nested);
+  m.impl("select.int", &at::native::select_nested);
+  m.impl("unbind.int", &at::native::NestedTensor_unbind);
+  m.impl("unsqueeze", &at::native::unsqueeze_nested);
+  m.impl("squeeze", &at::native::squeeze_nested);
+  m.impl("values", &at::native::values_nested);
+  m.impl("copy_", &at::native::copy_nested_);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
+TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+TORCH_LIBRARY_IMPL(_, SparseCsrPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+TORCH_LIBRARY_IMPL(_, NestedTensorPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
+}
+
+// Autocast follows torch's own lists for accelerators. Their macros name these types without a namespace.
+using at::IntArrayRef;
+using at::Scalar;
+using at::ScalarType;
+#define SIM_LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define SIM_FLOAT32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+#define SIM_FLOAT32_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
+#define SIM_PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  AT_FORALL_LOWER_PRECISION_FP(SIM_LOWER_PRECISION)
+  AT_FORALL_FP32(SIM_FLOAT32)
+  AT_FORALL_FP32_SET_OPT_DTYPE(SIM_FLOAT32_DTYPE)
+  AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(KERNEL_DIFFERENT_REDISPATCH_SIGNATURE_PRIVATEUSEONE)
+  AT_FORALL_PROMOTE(SIM_PROMOTE)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2580,18 +2715,46 @@ bool wants_fallback(const c10::OperatorHandle& op) {
       name.name == "aten::convolution_backward";
 }
 
-void register_operators() {
-  static auto* library =
-      new torch::Library(torch::Library::IMPL, "aten", DispatchKey::PrivateUse1, __FILE__, __LINE__);
+// The same for the other layouts: whatever the CPU has a kernel for, unless it is a view.
+bool wants_fallback(const c10::OperatorHandle& op, DispatchKey sim_key, DispatchKey cpu_key) {
+  if (!op.hasSchema() || op.operator_name().name.rfind("aten::", 0) != 0 || !op.hasKernelForDispatchKey(cpu_key) ||
+      op.hasKernelForDispatchKey(sim_key) || op.hasTag(at::Tag::inplace_view)) {
+    return false;
+  }
+  for (const auto& argument : op.schema().arguments()) {
+    if (argument.alias_info() != nullptr && !argument.alias_info()->isWrite()) {
+      return false;
+    }
+  }
+  return true;
+}
+
+template <typename Wanted>
+void register_fallback(DispatchKey key, Wanted&& wanted) {
+  // Lives as long as the process: its destructor would take the registrations back.
+  auto* library = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
     const auto op = dispatcher.findOp(name);
-    if (op.has_value() && wants_fallback(*op)) {
+    if (op.has_value() && wanted(*op)) {
       const auto full_name = c10::toString(name);
       library->impl(
           full_name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<NamedFallback>()));
     }
   }
+}
+
+void register_operators() {
+  register_fallback(DispatchKey::PrivateUse1, [](const auto& op) { return wants_fallback(op); });
+  for (const auto& [sim_key, cpu_key] :
+       {std::pair{DispatchKey::SparsePrivateUse1, DispatchKey::SparseCPU},
+        std::pair{DispatchKey::SparseCsrPrivateUse1, DispatchKey::SparseCsrCPU},
+        std::pair{DispatchKey::NestedTensorPrivateUse1, DispatchKey::NestedTensorCPU}}) {
+    register_fallback(sim_key, [keys = std::pair{sim_key, cpu_key}](const auto& op) {
+      return wants_fallback(op, keys.first, keys.second);
+    });
+  }
+  at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&choose_attention);
 }
 
 void register_backend() {
