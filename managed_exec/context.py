@@ -15,6 +15,7 @@ Nothing here is shared between threads, so nothing is locked.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,6 +37,8 @@ from torch.overrides import TorchFunctionMode
 from managed_exec.devices import Device
 from managed_exec.inheritance import SubmitterStreams
 from managed_exec.tensors.results import iter_tensors, record_stream
+
+_log = logging.getLogger(__name__)
 
 # The two methods that take a device by position. Every other overridable call takes it by keyword, which is seen
 # without a list.
@@ -123,13 +126,17 @@ class DeviceContext(TorchFunctionMode):
         """Wait for the task's *stream*, and for those that are current on the pool's other devices.
 
         The task may have used these by their index. There it shares the default stream with whoever else does, so this
-        can wait for more than the task's own work, never for less.
+        can wait for more than the task's own work, never for less; and an error there may be anyone's.
         """
         stream.synchronize()
         for device in self._devices:
-            current = device.current_stream()
-            if current is not None and current != stream and not current.query():
-                current.synchronize()
+            try:
+                current = device.current_stream()
+                if current is not None and current != stream and not current.query():
+                    current.synchronize()
+            except torch.AcceleratorError as error:
+                # Tasks bound to that device get this error, and whoever reads a result there.
+                _log.debug("task %d: %r reports %r", self.task_id, device, error)
 
     def share(self, result: object, submitter: SubmitterStreams | None) -> None:
         """Keep the result's blocks from being handed out again while the streams that will read them still do.
@@ -253,7 +260,7 @@ class _ThreadState:
     def restore(self, mode: DeviceContext | None) -> None:
         """Bring the calling thread back; *mode* is what ``enter`` pushed."""
         while _len_torch_dispatch_stack() > self._dispatch_modes:
-            _pop_torch_dispatch_stack()
+            _pop_torch_dispatch_stack(None)
         above = _len_torch_function_stack() - len(self._function_modes)
         if not (above == 0 if mode is None else above == 1 and _pop_torch_function_stack() is mode):
             _pop_all_function_modes()
