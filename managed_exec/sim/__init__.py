@@ -4,9 +4,9 @@
     sim.enable(devices=4, memory="1GiB")
     x = torch.ones(3, device="sim:2")
 
-Tensors, autograd, streams, events, pinned memory, generators and ``torch.accelerator`` work as on CUDA; kernels are the
-CPU's. Each device has a capacity, beyond which allocations raise ``torch.OutOfMemoryError``; freed memory is filled with
-0xFF bytes. `faults` lets allocations fail and devices break. Time on links and in kernels can be simulated.
+Tensors, autograd, streams, events, pinned memory, generators and ``torch.accelerator`` work as on CUDA; kernels are
+the CPU's. Each device has a capacity, beyond which allocations raise ``torch.OutOfMemoryError``; freed memory is filled
+with 0xFF bytes. `faults` lets allocations fail and devices break. Time on links and in kernels can be simulated.
 
 Automatic mixed precision (``torch.autocast("sim")``) covers the operators that torch lists for all accelerators: matrix
 products, convolutions and recurrent cells in lower precision, losses and reductions in float32, promotion for the rest.

@@ -73,6 +73,17 @@ def loaded_backend() -> Backend | None:
     return _backend
 
 
+def enabled_backend() -> Backend:
+    """Return the backend for what needs simulated devices.
+
+    Raises:
+        RuntimeError: this process has not loaded it.
+    """
+    if _backend is None:
+        raise RuntimeError("the simulated accelerator is not enabled; call managed_exec.sim.enable() first")
+    return _backend
+
+
 def load_backend() -> Backend:
     """Return the backend, building and loading it if need be (about 40 s the first time on a machine).
 
@@ -153,13 +164,12 @@ def _build(folder: Path, name: str) -> None:
                     extra_cflags=list(_FLAGS),
                     build_directory=str(folder),
                     is_python_module=False,
-                    is_standalone=False,
                     verbose=False,
                 )
         except (RuntimeError, OSError) as error:
             tail = "\n".join(f"{output.getvalue()}{error}".splitlines()[-_TAIL_LINES:])
             raise SimulatorUnavailableError(
-                f"the simulated accelerator could not be compiled with {cpp_extension.get_cxx_compiler()} against torch "
+                f"the simulated accelerator could not be compiled with {_compiler()} against torch "
                 f"{torch.__version__}. The end of the compiler's output:\n{tail}"
             ) from error
     _stamp(folder).touch()
@@ -168,9 +178,7 @@ def _build(folder: Path, name: str) -> None:
 @contextlib.contextmanager
 def _tools_on_path() -> Iterator[None]:
     """Make sure of a compiler and of ninja, which pip installs where PATH may not lead."""
-    from torch.utils.cpp_extension import get_cxx_compiler
-
-    compiler = get_cxx_compiler()
+    compiler = _compiler()
     if shutil.which(compiler) is None:
         raise SimulatorUnavailableError(
             f"the simulated accelerator is compiled on first use and found no C++ compiler ({compiler!r} is not on "
@@ -189,6 +197,12 @@ def _tools_on_path() -> Iterator[None]:
         yield
     finally:
         os.environ["PATH"] = before
+
+
+def _compiler() -> str:
+    from torch.utils.cpp_extension import get_cxx_compiler
+
+    return str(get_cxx_compiler())  # type: ignore[no-untyped-call]  # torch's is not annotated
 
 
 def _folder_of_ninja_package() -> str | None:

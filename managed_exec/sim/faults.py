@@ -1,13 +1,14 @@
 """Faults of the simulated accelerator: allocations that fail, devices that break.
 
-Every injected failure is the error that a real device raises: ``torch.OutOfMemoryError`` or ``torch.AcceleratorError``.
-Faults add up until `clear`; ``sim.enable`` and ``sim.disable`` clear them too. *device* is an index; ``None`` stands for
-any device. All functions may be called from any thread, and raise ``RuntimeError`` before ``sim.enable``.
+Every injected failure is the error that a real device raises: ``torch.OutOfMemoryError`` or
+``torch.AcceleratorError``. Faults add up until `clear`; ``sim.enable`` and ``sim.disable`` clear them too. *device* is
+an index; ``None`` stands for any device. All functions may be called from any thread, and raise ``RuntimeError``
+before ``sim.enable``.
 """
 
 from __future__ import annotations
 
-from managed_exec.sim.build import Backend, loaded_backend
+from managed_exec.sim.build import enabled_backend
 
 __all__ = [
     "break_device",
@@ -27,7 +28,7 @@ def fail_allocation(n: int, device: int | None = None) -> None:
     """
     if n < 1:
         raise ValueError(f"n: expected the number of an allocation, 1 for the next, got {n!r}")
-    _enabled_backend().fail_allocation(n, _index(device))
+    enabled_backend().fail_allocation(n, _index(device))
 
 
 def fail_share(share: float, seed: int, device: int | None = None) -> None:
@@ -38,7 +39,7 @@ def fail_share(share: float, seed: int, device: int | None = None) -> None:
     """
     if not 0 <= share <= 1:
         raise ValueError(f"share: expected a probability from 0 to 1, got {share!r}")
-    _enabled_backend().fail_share(share, seed, _index(device))
+    enabled_backend().fail_share(share, seed, _index(device))
 
 
 def fail_first_tries(device: int | None = None) -> None:
@@ -46,7 +47,7 @@ def fail_first_tries(device: int | None = None) -> None:
 
     An allocation is known by its kernel and its number of bytes. Each thread remembers the last 64 of its own.
     """
-    _enabled_backend().fail_first_tries(_index(device))
+    enabled_backend().fail_first_tries(_index(device))
 
 
 def break_device(device: int) -> None:
@@ -54,25 +55,18 @@ def break_device(device: int) -> None:
 
     Copies that are queued end without writing. Freeing the device's memory still works.
     """
-    _enabled_backend().break_device(device)
+    enabled_backend().break_device(device)
 
 
 def clear() -> None:
     """Remove all faults, mend broken devices and set the count of `injected` to 0."""
-    _enabled_backend().clear_faults()
+    enabled_backend().clear_faults()
 
 
 def injected() -> int:
     """Return how many allocations faults have made fail since the last `clear`."""
-    return _enabled_backend().injected_faults()
+    return enabled_backend().injected_faults()
 
 
 def _index(device: int | None) -> int:
     return -1 if device is None else device
-
-
-def _enabled_backend() -> Backend:
-    backend = loaded_backend()
-    if backend is None:
-        raise RuntimeError("the simulated accelerator is not enabled; call managed_exec.sim.enable() first")
-    return backend

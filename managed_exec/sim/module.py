@@ -7,11 +7,11 @@ current device.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 
-from managed_exec.sim.faults import _enabled_backend as _backend
+from managed_exec.sim.build import enabled_backend as _backend
 
 _Device: TypeAlias = torch.device | str | int | None
 
@@ -94,7 +94,7 @@ def get_device_name(device: _Device = None) -> str:
 
 def get_device_capability(device: _Device = None) -> dict[str, Any]:
     """Return what ``torch.accelerator.get_device_capability`` returns."""
-    return cast("dict[str, Any]", torch.accelerator.get_device_capability(_index(device)))
+    return torch.accelerator.get_device_capability(_index(device))
 
 
 def can_device_access_peer(device: _Device, peer_device: _Device) -> bool:
@@ -102,7 +102,7 @@ def can_device_access_peer(device: _Device, peer_device: _Device) -> bool:
     return _index(device) != _index(peer_device)
 
 
-class device:
+class device:  # noqa: N801  # the name that torch looks for
     """Context manager: the calling thread's current device is another one in the body."""
 
     def __init__(self, device: _Device) -> None:
@@ -116,7 +116,7 @@ class device:
         _backend().exchange_device(self.prev_idx)
 
 
-class device_of(device):
+class device_of(device):  # noqa: N801  # the name that torch looks for
     """Context manager: the current device is a tensor's in the body; nothing changes for tensors elsewhere."""
 
     def __init__(self, obj: torch.Tensor) -> None:
@@ -140,15 +140,15 @@ class Stream(torch.Stream):
 
     def __new__(cls, device: _Device = None, priority: int = 0, **ids: int) -> Stream:
         if ids:
-            return cast(Stream, super().__new__(cls, priority=priority, **ids))
-        return cast(Stream, super().__new__(cls, device=torch.device("sim", _index(device)), priority=priority))
+            return super().__new__(cls, priority=priority, **ids)
+        return super().__new__(cls, device=torch.device("sim", _index(device)), priority=priority)
 
 
 class Event(torch.Event):
     """An event of a simulated device; with *enable_timing* it knows when it was reached."""
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
-        return cast(Event, super().__new__(cls, device="sim", enable_timing=enable_timing, blocking=blocking))
+        return super().__new__(cls, device="sim", enable_timing=enable_timing, blocking=blocking)
 
 
 def current_stream(device: _Device = None) -> torch.Stream:
@@ -167,7 +167,7 @@ def set_stream(stream: torch.Stream) -> None:
     torch.accelerator.set_stream(stream)
 
 
-class stream:
+class stream:  # noqa: N801  # the name that torch looks for
     """Context manager: a stream is the current one of its device, and its device the current one, in the body."""
 
     def __init__(self, stream: torch.Stream | None) -> None:

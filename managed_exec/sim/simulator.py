@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
 import threading
 
 import torch
+from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
 from managed_exec.errors import SimulatorBusyError, SimulatorUnavailableError
+from managed_exec.sim.build import Backend, enabled_backend, load_backend, loaded_backend
 from managed_exec.sizes import format_bytes, parse_bytes
-from managed_exec.sim.build import Backend, load_backend, loaded_backend
-from managed_exec.sim.faults import _enabled_backend
 
 __all__ = ["disable", "enable", "enable_from_environment", "is_enabled", "set_capacity"]
 
@@ -118,7 +119,7 @@ def set_capacity(device: int, memory: int | str) -> None:
         device: index.
         memory: in bytes or as text (``"1GiB"``).
     """
-    _enabled_backend().set_capacity(device, parse_bytes(memory, name="memory"))
+    enabled_backend().set_capacity(device, parse_bytes(memory, name="memory"))
 
 
 def _registered_backend() -> Backend:
@@ -135,9 +136,9 @@ def _registered_backend() -> Backend:
     backend.register_backend()
     from managed_exec.sim import module
 
-    torch.utils.rename_privateuse1_backend(_BACKEND_NAME)
-    torch._register_device_module(_BACKEND_NAME, module)
-    torch.utils.generate_methods_for_privateuse1_backend(
+    rename_privateuse1_backend(_BACKEND_NAME)
+    torch._register_device_module(_BACKEND_NAME, module)  # type: ignore[no-untyped-call]  # torch's is not annotated
+    generate_methods_for_privateuse1_backend(
         for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True
     )
     return backend
@@ -157,7 +158,5 @@ def _check_nothing_live(backend: Backend) -> None:
 
 
 def _finish_queued_frees(backend: Backend, device: int) -> None:
-    try:
+    with contextlib.suppress(torch.AcceleratorError):  # a broken device's queued work ends as well
         backend.synchronize(device)
-    except torch.AcceleratorError:
-        pass  # a broken device: its queued work has ended, which is what was waited for

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from managed_exec.sim.faults import _enabled_backend
+from managed_exec.sim.build import enabled_backend
 
 __all__ = ["hold_stream", "kernel_time", "run_kernel"]
 
@@ -20,7 +20,7 @@ def hold_stream(stream: torch.Stream) -> Iterator[None]:
     the items queued before it, so a kernel on a held stream with queued items blocks until another thread releases it.
     Holds of one stream nest.
     """
-    backend = _enabled_backend()
+    backend = enabled_backend()
     backend.hold_stream(stream.device_index, stream.stream_id)
     try:
         yield
@@ -40,7 +40,7 @@ def kernel_time(seconds: float) -> Iterator[None]:
     """
     if seconds < 0:
         raise ValueError(f"seconds: expected 0 or more, got {seconds!r}")
-    backend = _enabled_backend()
+    backend = enabled_backend()
     before = backend.exchange_kernel_seconds(seconds)
     try:
         yield
@@ -57,4 +57,4 @@ def run_kernel(seconds: float) -> None:
     """
     if seconds < 0:
         raise ValueError(f"seconds: expected 0 or more, got {seconds!r}")
-    _enabled_backend().run_kernel(seconds)
+    enabled_backend().run_kernel(seconds)
