@@ -6,18 +6,7 @@ gives a wrong value or ends its process must not be listed either: those are def
 
 from __future__ import annotations
 
-_NO_SPARSE_KERNELS = (
-    "takes or returns a sparse tensor; the simulator has dense kernels only, and torch's sparse CPU kernels are not "
-    "reached from the sparse keys of another device"
-)
-
-_EITHER = {
-    "sparse.mm.reduce": _NO_SPARSE_KERNELS,
-    "sparse.sampled_addmm": _NO_SPARSE_KERNELS,
-    "to_sparse": _NO_SPARSE_KERNELS,
-}
-
 EXPECTED_FAILURES: dict[str, dict[str, str]] = {
-    "forward": {**_EITHER},
-    "backward": {**_EITHER},
+    "forward": {},
+    "backward": {},
 }
