@@ -2503,6 +2503,9 @@ Tensor& set_nothing(Tensor& self) {
 }
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
+  if (self.is_nested() || source.is_nested()) {
+    return at::native::copy_nested_(self, source, non_blocking);
+  }
   if (self.layout() != c10::kStrided || source.layout() != c10::kStrided) {
     return at::native::copy_(self, source, non_blocking);
   }
@@ -2659,15 +2662,13 @@ TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
 }
 
-// Autocast follows torch's own lists for accelerators. Their macros name these types without a namespace.
-using at::IntArrayRef;
-using at::Scalar;
-using at::ScalarType;
+// Autocast follows torch's own lists for accelerators.
 #define SIM_LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
 #define SIM_FLOAT32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
 #define SIM_FLOAT32_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
 #define SIM_PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  using namespace at; // the lists name its types bare
   AT_FORALL_LOWER_PRECISION_FP(SIM_LOWER_PRECISION)
   AT_FORALL_FP32(SIM_FLOAT32)
   AT_FORALL_FP32_SET_OPT_DTYPE(SIM_FLOAT32_DTYPE)
