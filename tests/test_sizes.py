@@ -41,7 +41,7 @@ def test_parse(size: int | str, n_bytes: int) -> None:
     "size", ["", " ", "GiB", "1 GiB 2", "-1GiB", "+1", "1e3", "1,000", "12 GB/s", "1XB", "1G", "1 Ki B", "½GiB", "nan"]
 )
 def test_unreadable_text(size: str) -> None:
-    with pytest.raises(ValueError, match="limit: cannot read .*; write a number and one of B, KB, .* TiB"):
+    with pytest.raises(ValueError, match=r"limit: cannot read .*; write a number and one of B, KB, .* TiB"):
         parse_bytes(size, name="limit")
 
 

@@ -62,7 +62,12 @@ class TestSimulated:
         assert resolved(torch.device("sim")) == SIM
         assert resolved(torch.device("cuda")) == SIM
         assert resolved(torch.device("cuda", 2)) == [SIM[2]]
-        assert resolved([torch.device("sim", 3), torch.device("cuda", 1), 0, "sim:2"]) == [SIM[3], SIM[1], SIM[0], SIM[2]]
+        assert resolved([torch.device("sim", 3), torch.device("cuda", 1), 0, "sim:2"]) == [
+            SIM[3],
+            SIM[1],
+            SIM[0],
+            SIM[2],
+        ]
 
     def test_one_pass_over_an_iterator(self, simulator: Kind) -> None:
         def indices() -> Iterator[int]:
@@ -104,7 +109,7 @@ class TestSimulated:
         ids=str,
     )
     def test_not_there(self, simulator: Kind, devices: object, text: str) -> None:
-        with pytest.raises(ValueError, match="^devices: ") as caught:
+        with pytest.raises(ValueError, match=r"^devices: ") as caught:
             resolve_devices(devices)  # type: ignore[arg-type]
         assert text in str(caught.value)
         assert str(caught.value).endswith("there is sim:0, sim:1, sim:2, sim:3")
@@ -161,6 +166,7 @@ def run_python(code: str, folder: Path | None = None, **environment: str) -> str
         search_path.append(inherited)
     run = subprocess.run(
         [sys.executable, "-c", code],
+        check=False,
         capture_output=True,
         text=True,
         timeout=90,
@@ -194,7 +200,7 @@ class TestOwnProcess:
         assert "'many'" in text
 
     def test_nothing_is_created_at_import(self, tmp_path: Path) -> None:
-        """No thread, no simulator, no CUDA, no NVML session; not by a pool that has run nothing either, but its devices."""
+        """No thread, no simulator, no CUDA, no NVML session; not by an idle pool either, but for its devices."""
         (tmp_path / "pynvml.py").write_text(
             "class NVMLError(Exception): pass\n"
             "def __getattr__(name):\n"

@@ -133,9 +133,7 @@ class TestVisible:
         pynvml.as_bytes = True
         assert nvml.visible_uuids("GPU-cc") == [UUIDS[2]]
 
-    @pytest.mark.parametrize(
-        "function", ["nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUUID"]
-    )
+    @pytest.mark.parametrize("function", ["nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetUUID"])
     def test_cards_that_cannot_be_listed(self, pynvml: FakeNvml, function: str) -> None:
         pynvml.failing.add(function)
         assert nvml.visible_uuids(None) == []
