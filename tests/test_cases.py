@@ -60,27 +60,28 @@ class TestCase01GradModeOfTheCaller:
             assert not torch.is_grad_enabled()
 
 
+NAMES = {
+    **dict.fromkeys(("fn", "self", "args", "kwargs", "task", "context", "timeout", "device", "memory"), "own"),
+    **dict.fromkeys(("devices", "priority", "placement", "modes", "retries", "on_oom", "max_workers"), "own"),
+    **dict.fromkeys(("initializer", "stream", "streams", "id", "chunksize"), "own"),
+}
+
+
 class TestCase03KeywordsOfTheExecutor:
     """https://github.com/noxdafox/pebble/issues/111, https://github.com/python/cpython/pull/12645: functions with a
     parameter named as one of the executor's own could not be called.
     """
-
-    NAMES = dict.fromkeys(
-        ("fn", "self", "args", "kwargs", "task", "context", "timeout", "device", "devices", "priority", "memory")
-        + ("placement", "modes", "retries", "on_oom", "max_workers", "initializer", "stream", "id", "chunksize"),
-        "the function's own",
-    )
 
     def test_every_keyword_goes_through(self, kind: Kind) -> None:
         def echo(*args: object, **kwargs: object) -> tuple[object, object]:
             return args, kwargs
 
         with kind.pool(max_workers=2) as pool:
-            assert pool.submit(echo, 1, **self.NAMES).result(WAIT_S) == ((1,), self.NAMES)
+            assert pool.submit(echo, 1, **NAMES).result(WAIT_S) == ((1,), NAMES)
             with torch.no_grad():  # the other way through the worker
-                assert pool.submit(echo, 1, **self.NAMES).result(WAIT_S) == ((1,), self.NAMES)
+                assert pool.submit(echo, 1, **NAMES).result(WAIT_S) == ((1,), NAMES)
         with kind.pool(max_workers=2, inherit_context=False) as pool:
-            assert pool.submit(echo, 1, **self.NAMES).result(WAIT_S) == ((1,), self.NAMES)
+            assert pool.submit(echo, 1, **NAMES).result(WAIT_S) == ((1,), NAMES)
 
     def test_a_task_keeps_its_keywords(self, kind: Kind) -> None:
         @gpu_task
