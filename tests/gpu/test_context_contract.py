@@ -1,4 +1,4 @@
-"""What ``tests/test_context.py`` asks of every kind of device, on a real accelerator."""
+"""What the tests of the device context ask of every kind of device, on a real accelerator."""
 
 from __future__ import annotations
 
@@ -10,3 +10,4 @@ if not HAS_ACCELERATOR:
     pytest.skip(WHY_NOT, allow_module_level=True)
 
 from test_context import *  # noqa: F403 every class of the contract, also those to come
+from test_context_restoration import *  # noqa: F403 likewise
