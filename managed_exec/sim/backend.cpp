@@ -1117,6 +1117,9 @@ struct SimGuard final : c10::impl::DeviceGuardImplInterface {
     }
     return static_cast<c10::DeviceIndex>(device_count());
   }
+  c10::DeviceCapability getDeviceCapability(Device /*device*/) const override {
+    return {}; // every type that the CPU's kernels take
+  }
   bool queryStream(const c10::Stream& stream) const override {
     check_alive(checked_index(stream.device_index()));
     return queue_of(stream)->idle();

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -79,18 +81,19 @@ def test_a_kernel_that_is_tried_again_gives_the_same_values() -> None:
 def test_a_broken_device_raises_until_cleared_and_frees_its_memory() -> None:
     tensor, other = torch.ones(4, device="sim:0"), torch.ones(4, device="sim:1")
     sim.faults.break_device(0)
-    for use in (
-        lambda: tensor + 1,
-        lambda: tensor.cpu(),
-        lambda: tensor[0].item(),
-        lambda: torch.empty(1, device="sim:0"),
-        lambda: torch.sim.synchronize(0),
-        lambda: tensor.copy_(other),
-        lambda: torch.sim.current_stream(0).synchronize(),
-        lambda: torch.Event("sim:0").record(torch.sim.current_stream(0)),
-    ):
+    uses: list[Callable[[torch.Tensor], object]] = [
+        lambda t: t + 1,
+        lambda t: t.cpu(),
+        lambda t: t[0].item(),
+        lambda t: t.copy_(other),
+        lambda t: torch.empty(1, device=t.device),
+        lambda t: torch.sim.synchronize(t.device),
+        lambda t: torch.sim.current_stream(t.device).synchronize(),
+        lambda t: torch.Event("sim").record(torch.sim.current_stream(t.device)),
+    ]
+    for use in uses:
         with pytest.raises(torch.AcceleratorError, match="sim:0"):
-            use()
+            use(tensor)
     assert (other + 1).sum().item() == 8
     del tensor
     assert torch.sim.memory_allocated(0) == 0

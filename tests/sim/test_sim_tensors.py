@@ -14,6 +14,7 @@ from managed_exec import sim
 pytestmark = pytest.mark.usefixtures("devices")
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_pickle_and_deepcopy_keep_device_views_and_gradients() -> None:
     base = torch.arange(6.0, device="sim:1")
     for duplicate in (lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy):
@@ -21,9 +22,9 @@ def test_pickle_and_deepcopy_keep_device_views_and_gradients() -> None:
         assert view.device == torch.device("sim:1")
         assert whole.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
         assert view.tolist() == [2, 3, 4, 5]
-        storage = duplicate(base.untyped_storage())
+        storage = duplicate(base.storage())
         assert storage.device == torch.device("sim:1")
-        assert storage.tolist() == base.untyped_storage().tolist()
+        assert storage.tolist() == base.tolist()
     view, whole = copy.deepcopy((base[2:], base))
     view.zero_()
     assert whole.tolist() == [0, 1, 0, 0, 0, 0]
