@@ -124,6 +124,21 @@ class TestSurvival:
         thread.join()
         assert allocated_bytes() == 0
 
+    def test_out_of_memory_in_the_words_of_the_task_holds_no_device_memory(self, simulator: Kind) -> None:
+        def task() -> None:
+            held = torch.ones(2**20, device="cuda")
+            try:
+                torch.ones(10**9, device="cuda")
+            except torch.OutOfMemoryError as error:
+                raise RuntimeError(f"no room beside {held.numel()} values") from error
+
+        with simulator.pool(max_workers=1, devices=1) as pool:
+            future = pool.submit(task)
+            assert "1048576" in str(future.exception(WAIT_S))
+            held_bytes = allocated_bytes()
+            del future
+        assert held_bytes == 0
+
     @pytest.mark.parametrize("error", [ValueError("callback"), Unprintable()], ids=["plain", "unprintable"])
     def test_done_callback_that_fails(self, kind: Kind, error: Exception, caplog: pytest.LogCaptureFixture) -> None:
         seen: list[int] = []

@@ -133,6 +133,18 @@ def test_tied_weights_once() -> None:
     assert len(list(iter_tensors([model, model[1]]))) == 1
 
 
+def test_gradients_too() -> None:
+    """They were made in the task's stream as well, and are read and freed by whoever gets the model."""
+    model = torch.nn.Linear(2, 1)
+    model(torch.ones(1, 2)).sum().backward()
+    leaf = torch.ones(2, requires_grad=True)
+    product = leaf * 2
+    product.sum().backward()
+    found = {id(tensor) for tensor in iter_tensors([model, leaf, product])}
+    expected = [*model.parameters(), *(p.grad for p in model.parameters()), leaf, leaf.grad, product]
+    assert found == {id(tensor) for tensor in expected}
+
+
 def test_cycles_end() -> None:
     tensor = torch.ones(1)
     result: dict[str, Any] = {"tensor": tensor, "list": [tensor]}
@@ -232,6 +244,30 @@ class TestRecordStream:
         reader.synchronize()
         assert target.eq(7).all()
         del others
+
+    def test_gradients_of_a_model_dropped_while_they_are_read(self, simulator: Kind) -> None:
+        def train() -> torch.nn.Module:
+            model = torch.nn.Linear(1000, 1, bias=False, device="cuda")
+            model(torch.full((1, 1000), 7.0, device="cuda")).sum().backward()
+            return model
+
+        target = torch.empty(1000).pin_memory()
+        default, reader = torch.accelerator.current_stream(0), torch.Stream("sim:0")
+        with simulator.pool(max_workers=1, devices=1) as pool:
+            torch.accelerator.set_stream(reader)
+            try:
+                model = pool.submit(train).result(WAIT_S)
+                with sim.hold_stream(reader):
+                    target.copy_(model.weight.grad[0], non_blocking=True)
+                    model.zero_grad()
+                    torch.accelerator.set_stream(default)
+                    others = pool.submit(lambda: [torch.full((1000,), 9.0, device="cuda") for _ in range(8)])
+                    others.result(WAIT_S)
+                reader.synchronize()
+            finally:
+                torch.accelerator.set_stream(default)
+        del model, others
+        assert target.eq(7).all()
 
     def test_results_of_many_tasks_read_from_other_threads(self, simulator: Kind) -> None:
         """Each thread has a stream of its own for the device that it reads from."""
