@@ -1740,6 +1740,7 @@ struct Plan {
   std::optional<size_t> generator; // index of the argument
   bool is_view = false; // a return aliases an argument that is not written
   bool draws = false; // needs a generator
+  bool asks_for_gradients = false; // the CPU's kernel looks at requires_grad
   bool keeps_bytes = true; // save what is written (not needed where a kernel overwrites everything and cannot fail)
   HostKernel host_kernel = nullptr;
 };
@@ -1831,6 +1832,8 @@ Plan make_plan(const c10::OperatorHandle& op) {
     plan.host_kernel = found->second;
   }
   plan.draws = plan.generator.has_value() || plan.name == "aten::native_dropout";
+  // Keeps what its backward needs (and would read beyond the end of) only if an operand requires a gradient.
+  plan.asks_for_gradients = base_name == "aten::_sparse_mm_reduce_impl";
   plan.keeps_bytes = plan.name != "aten::fill_.Scalar" && plan.name != "aten::zero_";
   return plan;
 }
@@ -1993,7 +1996,13 @@ void run_kernel(const c10::OperatorHandle& op, const Plan& plan, Stack* stack) {
       } else if (plan.writes[i]) {
         value = map_tensors(value, [&](const Tensor& t) { return view.writable_alias(t, plan.keeps_bytes); });
       } else {
-        value = map_tensors(value, [&](const Tensor& t) { return view.alias(t); });
+        value = map_tensors(value, [&](const Tensor& t) {
+          auto host = view.alias(t);
+          if (plan.asks_for_gradients && is_sim(t) && t.requires_grad()) {
+            host.set_requires_grad(true);
+          }
+          return host;
+        });
       }
     }
     if (plan.host_kernel != nullptr) {
