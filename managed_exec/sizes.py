@@ -6,6 +6,7 @@ Covers parsing and printing. Fractions are the caller's matter: what they are a 
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 _FACTORS = {
     "": 1,
@@ -43,7 +44,7 @@ def parse_bytes(size: int | str, *, name: str = "size") -> int:
             raise ValueError(
                 f"{name}: cannot read {size!r}; write a number and one of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
             )
-        n_bytes = int(float(match[1]) * _FACTORS[match[2].upper()])
+        n_bytes = int(Decimal(match[1]) * _FACTORS[match[2].upper()])
     if n_bytes <= 0:
         raise ValueError(f"{name}: expected a positive amount, got {size!r}")
     return n_bytes
@@ -53,7 +54,7 @@ def format_bytes(n_bytes: int) -> str:
     """Return *n_bytes* with the largest binary unit that leaves at least one whole, such as ``"1.5 GiB"``."""
     amount = float(n_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(amount) < 1024:
+        if abs(round(amount, 1)) < 1024:  # as printed: 1024.0 KiB is 1.0 MiB
             return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1024
     return f"{amount:.1f} TiB"

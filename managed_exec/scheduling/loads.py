@@ -3,7 +3,8 @@
 Guarantees:
 
 - A device never has more than ``tasks_per_device`` tasks, whatever the placement answers.
-- Two tasks never choose by the same state: each choice sees all bookings before it, whatever the telemetry lag.
+- Two tasks never choose by the same state: each choice sees all bookings before it, whatever the telemetry lag. (A
+  placement of the user's runs without the lock; after it was overtaken many times in a row, its choice is taken.)
 - What ``book`` took, ``give_back`` returns; the caller pairs them in ``try``/``finally``.
 - ``book`` never waits for a task to end. It need not: a pool has no more workers than its devices take tasks, and
   each worker books once at a time.
@@ -11,6 +12,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Sequence
 
@@ -70,10 +72,10 @@ class DeviceLoads:
             with self._lock:
                 request = PlacementRequest(self._placed, last_position)
                 position = self._checked_choice(self._candidates(), request)
-                self._note_booking(position)
+                first = self._note_booking(position)
         else:
-            position = self._book_unlocked_choice(last_position)
-        if self.on_busy is not None and self.running == 1:
+            position, first = self._book_unlocked_choice(last_position)
+        if first and self.on_busy is not None:
             self.on_busy()
         return position
 
@@ -89,7 +91,7 @@ class DeviceLoads:
                 free_bytes=memory.free_bytes, total_bytes=memory.total_bytes, utilization=utilization
             )
 
-    def _book_unlocked_choice(self, last_position: int | None) -> int:
+    def _book_unlocked_choice(self, last_position: int | None) -> tuple[int, bool]:
         """Book by a placement that runs without the lock: a choice counts if the state it saw still holds."""
         stale = 0
         while True:
@@ -102,8 +104,7 @@ class DeviceLoads:
                 # A slow placement among many workers might never see a still state; after a while any choice with
                 # room is taken. Each retry means that another worker has booked, so the loop as a whole advances.
                 if has_room and (self._placed == request.sequence or stale >= _MAX_STALE_CHOICES):
-                    self._note_booking(position)
-                    return position
+                    return position, self._note_booking(position)
             stale += 1
 
     def _candidates(self) -> list[DeviceSnapshot]:
@@ -119,21 +120,27 @@ class DeviceLoads:
             for device, i, _, free_bytes, total_bytes, utilization in self._samples
         ]
 
-    def _note_booking(self, position: int) -> None:
-        """Count one more task on *position*. The lock is held."""
+    def _note_booking(self, position: int) -> bool:
+        """Count one more task on *position*; return whether it is the only one. The lock is held."""
+        first = not any(self._running)
         self._running[position] += 1
         self._placed += 1
         self._used.add(position)
+        return first
 
     def _checked_choice(self, candidates: list[DeviceSnapshot], request: PlacementRequest) -> int:
         try:
             position = self._placement(candidates, request)
-        except Exception as error:
+        except BaseException as error:  # also sys.exit(): it would end the worker, which is not the placement's
             raise PlacementError(f"placement {self._placement!r} raised {error!r}") from error
         positions = [candidate.position for candidate in candidates]
-        if position not in positions:
+        try:
+            index = -1 if isinstance(position, bool) else operator.index(position)
+        except TypeError:
+            index = -1
+        if index not in positions:
             raise PlacementError(
                 f"placement {self._placement!r} returned {position!r}; expected the position of a device it was "
                 f"offered, one of {positions}"
             )
-        return position
+        return index

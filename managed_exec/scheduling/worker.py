@@ -14,7 +14,7 @@ import logging
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import thread as stock
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -22,7 +22,6 @@ from typing import Any, Protocol
 import torch
 
 from managed_exec.context import DeviceContext
-from managed_exec.devices import Device
 from managed_exec.scheduling.loads import DeviceLoads
 from managed_exec.task import Task
 
@@ -45,7 +44,7 @@ class Worker:
         owner: weakref.ref[WorkerOwner],
         tasks: SimpleQueue[Task | None],
         idle_workers: deque[None],
-        devices: Sequence[Device],
+        make_context: Callable[[], DeviceContext],
         loads: DeviceLoads,
         initializer: Callable[..., object] | None,
         initargs: tuple[Any, ...],
@@ -55,7 +54,7 @@ class Worker:
         # One entry for each worker about to wait. A deque, for its append and pop are atomic: submit takes an entry
         # instead of starting a thread.
         self._idle_workers = idle_workers
-        self._devices = devices
+        self._make_context = make_context
         self._loads = loads
         self._initializer = initializer
         self._initargs = initargs
@@ -73,7 +72,7 @@ class Worker:
                     owner._initializer_failed()
                 return
         try:
-            context = DeviceContext(self._devices)
+            context = self._make_context()
             while True:
                 try:
                     task = self._tasks.get_nowait()
@@ -104,7 +103,7 @@ class Worker:
         error: BaseException | None = None
         try:
             position = self._loads.book(self._last_position)
-        except Exception as raised:  # noqa: BLE001 belongs to the task's future, whatever it is
+        except BaseException as raised:  # noqa: BLE001 belongs to the task's future, whatever it is
             error = raised
         else:
             self._last_position = position
@@ -113,12 +112,14 @@ class Worker:
             finally:
                 self._loads.give_back(position)
         task.drop_call()
-        if error is None:
-            task.future.set_result(result)
-        else:
-            if isinstance(error, torch.OutOfMemoryError):
-                _clear_frames(error)
-            task.future.set_exception(error)
+        try:
+            if error is None:
+                task.future.set_result(result)
+            else:
+                _drop_frames_of_out_of_memory(error)
+                task.future.set_exception(error)
+        except BaseException:  # noqa: BLE001 a done callback's; the future is done, and later tasks need this worker
+            _log.exception("exception in a done callback of task %d", task.id)
         # The traceback of the error refers to this frame, and so to whatever this frame still refers to.
         del error, result, task
 
@@ -158,17 +159,19 @@ def _run_bound(task: Task, context: DeviceContext, position: int) -> tuple[Any, 
         del error, result, task
 
 
-def _clear_frames(error: BaseException) -> None:
-    """Let go of the locals of every frame that *error* and the errors behind it came through.
+def _drop_frames_of_out_of_memory(error: BaseException) -> None:
+    """Let go of the locals of every frame that an out-of-memory error, or one raised from it, came through.
 
     An exception keeps the frames, and so the tensors, of the task that raised it for as long as its future lives; for
     an out-of-memory error that is the very memory that is missing. The traceback stays readable.
     """
+    chain: list[BaseException] = []
     pending: list[BaseException | None] = [error]
-    seen: set[int] = set()
     while pending:
         current = pending.pop()
-        if current is not None and id(current) not in seen:
-            seen.add(id(current))
-            traceback.clear_frames(current.__traceback__)
+        if current is not None and not any(current is link for link in chain):
+            chain.append(current)
             pending += [current.__cause__, current.__context__]
+    if any(isinstance(link, torch.OutOfMemoryError) for link in chain):
+        for link in chain:
+            traceback.clear_frames(link.__traceback__)

@@ -24,6 +24,8 @@ def iter_tensors(result: object) -> Iterator[torch.Tensor]:
             if id(value) not in seen:
                 seen.add(id(value))
                 yield value
+                if value.is_leaf and value.grad is not None:
+                    pending.append(value.grad)
             continue
         if isinstance(value, (str, bytes, int, float, complex)) or value is None or id(value) in seen:
             continue
