@@ -75,8 +75,8 @@ class DeviceContext(TorchFunctionMode):
         _set_multithreading_enabled(False)
         self._baseline = _ThreadState(devices)
         self.shares_results = bool(self._baseline.streams)  # whether results need ``share``
-        # By position: the device, and whether a bare "cuda" needs this mode; CUDA itself reads it as the current device.
-        self._bindings = [(device.torch_device, device.torch_device.type != "cuda") for device in devices]
+        # By position: the device, and whether the mode is needed there.
+        self._bindings = [(device.torch_device, self._needs_mode(device.torch_device)) for device in devices]
         self._streams: dict[int, torch.Stream | None] = {}  # by position; made once, for each has its own workspaces
         # Valid between enter and leave.
         self.device = torch.device("cpu")
@@ -150,6 +150,10 @@ class DeviceContext(TorchFunctionMode):
                     readers.update(stream for stream in submitter.streams if stream.device == tensor.device)
                 for stream in readers:
                     record_stream(tensor, stream)
+
+    def _needs_mode(self, device: torch.device) -> bool:
+        """Return whether tasks on *device* need this mode. CUDA itself reads a bare "cuda" as the current device."""
+        return device.type != "cuda"
 
     # -- the mode: "cuda" means the task's device -------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 
 class ManagedExecError(Exception):
     """Base of the package's own exceptions."""
@@ -25,4 +27,25 @@ class PlacementError(ManagedExecError, RuntimeError):
     """A placement function raised, or returned something that is not one of the devices it was offered.
 
     The placement function's fault. The task did not run; its future holds this error, and the pool goes on.
+    """
+
+
+class TierFullError(ManagedExecError, RuntimeError):
+    """A tier cannot take a copy: its budget is spent, the disk is full or cannot be written.
+
+    Nobody's fault: the next tier is tried, and the tensor stays where it is if there is none.
+    """
+
+
+class NotMovableError(ManagedExecError, RuntimeError):
+    """A managed tensor was asked to move and must not; the text says why.
+
+    The caller's to resolve. The tensor is where it was, unharmed.
+    """
+
+
+class DeviceMemoryError(ManagedExecError, torch.OutOfMemoryError):
+    """A kernel found no room on its device, and none could be made. The text lists who holds what there.
+
+    The program's memory need. The kernel changed nothing, and no tensor was lost.
     """

@@ -19,13 +19,18 @@ from collections.abc import Callable, Iterable, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import thread as stock
 from contextvars import copy_context
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
 from managed_exec.config import checked_max_workers, checked_placement, checked_tasks_per_device
+from managed_exec.context import DeviceContext
 from managed_exec.devices import resolve_devices
 from managed_exec.devices.discovery import DeviceLike
 from managed_exec.inheritance import SubmitterModes, SubmitterStreams
+from managed_exec.managed_context import ManagedContext
+from managed_exec.memory.manager import configure
+from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.scheduling.loads import DeviceLoads
 from managed_exec.scheduling.placement import Placement
 from managed_exec.scheduling.worker import Worker
@@ -52,6 +57,9 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         tasks_per_device: most tasks at once on one device; None for no bound but ``max_workers``.
         placement: which device a task gets: ``"least-loaded"``, ``"round-robin"``, ``"pack"``, or a function like
             these (see ``managed_exec.scheduling``).
+        memory: what may be done when a device has no room. With a policy, what tasks create on an accelerator is
+            managed: it can leave the device and come back. None: a device without room is the task's error. The
+            process has one memory manager, so all pools that have a policy have the same.
         inherit_context: whether context variables, grad mode, inference mode and autocast of the submitting thread
             hold in the task. False gives the standard pool's behaviour.
 
@@ -70,6 +78,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         devices: int | DeviceLike | Iterable[DeviceLike] | None = None,
         tasks_per_device: int | None = None,
         placement: str | Placement = "least-loaded",
+        memory: MemoryPolicy | None = None,
         inherit_context: bool = True,
     ) -> None:
         tasks_per_device = checked_tasks_per_device(tasks_per_device)
@@ -88,6 +97,10 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         self._thread_initializer = initializer, initargs
         self._inherit_context = inherit_context
         self._accelerators = tuple(device for device in self._devices if device.is_accelerator)
+        # In the worker's own thread; refers to nothing of this object, which may be collected before its workers end.
+        self._make_context: Callable[[], DeviceContext] = partial(DeviceContext, self._devices)
+        if memory is not None and self._accelerators:
+            self._make_context = partial(ManagedContext, self._devices, configure(memory))
         self._loads = DeviceLoads(self._devices, tasks_per_device, place)
         self._sampler: DeviceSampler | None = None  # runs from the first submit on, where there is a choice of devices
         self._idle_workers: deque[None] = deque()
@@ -154,7 +167,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             weakref.ref(self, wake_all),
             tasks,
             self._idle_workers,
-            self._devices,
+            self._make_context,
             self._loads,
             *self._thread_initializer,
         )

@@ -18,6 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__",),
     ("executor",),
     ("config", "scheduling", "telemetry"),
+    ("managed_context",),
     ("task", "context", "inheritance"),
     ("tensors",),
     ("memory",),

@@ -167,12 +167,23 @@ class Backward(AgainstCpu):
 
 
 MODES: dict[str, type[Mode]] = {"forward": AgainstCpu, "backward": Backward}
+# Named, not imported: they need the package's tensors, these do not.
+_MANAGED = f"{__package__}.managed"
+MANAGED_MODES = {
+    "managed": f"{_MANAGED}:Managed",
+    "spilled": f"{_MANAGED}:Spilled",
+    "spilled-backward": f"{_MANAGED}:SpilledBackward",
+    "first-tries": f"{_MANAGED}:FirstTriesFail",
+    "split": f"{_MANAGED}:Split",
+}
 
 
 def find_mode(name: str) -> Mode:
     """Return a new mode by its name in ``MODES``, or by ``package.module:Class``."""
     if name in MODES:
         return MODES[name]()
+    if name in MANAGED_MODES:
+        name = MANAGED_MODES[name]
     module, colon, attribute = name.partition(":")
     if not colon:
         raise ValueError(f"no mode {name!r}; expected one of {', '.join(MODES)} or 'package.module:Class'")

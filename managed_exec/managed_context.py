@@ -1,0 +1,100 @@
+"""The device context of pools that manage memory: what a task creates on its device is managed.
+
+Function level of managed tensors inside a task, for the calls that have no managed operand yet. Such a call finds no
+room like any kernel; it is made again once room was made. What it returns becomes managed if it is large enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from managed_exec.context import DeviceContext
+from managed_exec.devices import Device
+from managed_exec.errors import DeviceMemoryError
+from managed_exec.inheritance import SubmitterStreams
+from managed_exec.memory import owner as ownership
+from managed_exec.memory.manager import MemoryManager
+from managed_exec.memory.owner import Owner
+from managed_exec.memory.relief import needed_bytes_of
+from managed_exec.tensors.colocation import tensors_of
+from managed_exec.tensors.managed import ManagedTensor, manage
+from managed_exec.tensors.writes import write_count
+
+_COMPATIBLE = torch._has_compatible_shallow_copy_type
+
+
+class ManagedContext(DeviceContext):
+    """Bind the calling thread to one of *devices*, and have *manager* manage what its tasks create there."""
+
+    def __init__(self, devices: Sequence[Device], manager: MemoryManager) -> None:
+        super().__init__(devices)
+        self._manager = manager
+        self._owner: Owner | None = None  # between enter and leave
+
+    def enter(self, position: int, task_id: int, submitter: SubmitterStreams | None) -> None:
+        self._owner = ownership.thread.owner = Owner(f"task {task_id}")
+        super().enter(position, task_id, submitter)
+
+    def leave(self) -> None:
+        try:
+            super().leave()
+        finally:
+            ownership.thread.owner = None
+            if self._owner is not None:
+                self._owner.finished = True  # what it leaves behind is spilled first
+                self._owner = None
+
+    def _needs_mode(self, device: torch.device) -> bool:
+        return True
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is _COMPATIBLE and any(isinstance(arg, ManagedTensor) for arg in args):
+            return False  # or a module takes over the memory of a managed parameter, and not the handle
+        writes = write_count()
+        try:
+            return self._adopt(super().__torch_function__(func, types, args, kwargs), func, args)
+        except DeviceMemoryError:
+            raise
+        except torch.OutOfMemoryError as error:
+            if write_count() != writes:
+                raise  # part of it is done, so it cannot be made again
+            needed_bytes = needed_bytes_of(error)
+        call = super().__torch_function__
+        device = self._allocates_on(args, kwargs or {})
+        result = self._manager.relief.rerun(lambda: call(func, types, args, kwargs), device, needed_bytes)
+        return self._adopt(result, func, args)
+
+    def _allocates_on(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
+        """Return the device that a call allocates on: the one it is told, else its operands', else the task's."""
+        wanted = self._resolve(kwargs.get("device"))
+        if isinstance(wanted, torch.device) and wanted.type == self.device.type and wanted.index is not None:
+            return wanted
+        operands = (tensor.device for tensor in tensors_of(args))
+        return next((device for device in operands if device.type == self.device.type), self.device)
+
+    def _adopt(self, result: Any, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Return *result* with the new device tensors in it managed."""
+        if type(result) is torch.Tensor:
+            is_new = (
+                result.device.type == self.device.type
+                and result.grad_fn is None
+                and func.__name__ != "__get__"  # an attribute: whoever reads it again expects the same object
+                and not any(result is arg for arg in args)
+                and result.layout is torch.strided
+                and result.untyped_storage().nbytes() >= self._manager.policy.min_bytes
+            )
+            return manage(result) if is_new else result
+        if isinstance(result, (list, tuple)) and any(type(element) is torch.Tensor for element in result):
+            adopted = [self._adopt(element, func, args) for element in result]
+            # A named tuple takes its fields one by one; torch's own and plain ones take a sequence.
+            return type(result)(*adopted) if hasattr(result, "_fields") else type(result)(adopted)
+        return result

@@ -1,0 +1,54 @@
+"""What the user allows the memory manager to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from managed_exec.sizes import parse_bytes
+
+TIERS = ("host", "disk")
+
+
+@dataclass(frozen=True)
+class MemoryPolicy:
+    """Where managed tensors may go when a device has no room, and how long to wait for other tasks.
+
+    Args:
+        spill: tiers in the order in which they are tried, from ``"host"`` and ``"disk"``; empty: nothing is spilled.
+        host_limit: bytes, or text such as ``"12GiB"``, that spilled tensors may take of main memory; None: no limit.
+            Pinned memory counts as torch takes it, rounded up to a power of two.
+        spill_dir: directory for the disk tier; None: the system's directory for temporary files.
+        disk_limit: as *host_limit*, for the disk tier.
+        min_bytes: smaller storages are never moved, and cost next to nothing.
+        wait_s: seconds to wait for memory that another running task holds and that cannot be moved.
+
+    Raises:
+        ValueError: an unknown or repeated tier, a limit that cannot be read, a negative number.
+    """
+
+    spill: tuple[str, ...] = TIERS
+    host_limit: int | str | None = None
+    spill_dir: str | Path | None = None
+    disk_limit: int | str | None = None
+    min_bytes: int = 64 * 1024
+    wait_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        unknown = [tier for tier in self.spill if tier not in TIERS]
+        if unknown or len(set(self.spill)) != len(self.spill):
+            raise ValueError(f"spill: expected some of {TIERS}, each at most once, got {self.spill!r}")
+        # Read now, so that a limit that cannot be read fails here.
+        _ = self.host_limit_bytes, self.disk_limit_bytes
+        if self.min_bytes < 0:
+            raise ValueError(f"min_bytes: expected 0 or more, got {self.min_bytes}")
+        if self.wait_s < 0:
+            raise ValueError(f"wait_s: expected 0 or more seconds, got {self.wait_s}")
+
+    @property
+    def host_limit_bytes(self) -> int | None:
+        return None if self.host_limit is None else parse_bytes(self.host_limit, name="host_limit")
+
+    @property
+    def disk_limit_bytes(self) -> int | None:
+        return None if self.disk_limit is None else parse_bytes(self.disk_limit, name="disk_limit")

@@ -1,0 +1,54 @@
+"""Who may make room on a device, when several kernels want the same.
+
+A kernel that found no room takes the device's turn before it makes any, and keeps it until it has run. Turns go to the
+oldest task first. So while one makes room nobody else spills what it has gathered, and the oldest always gets done:
+what is resident then is its own operands, what is movable (it moves it) and what kernels in flight use (it waits for
+them: they end, or fail for want of room and give up their operands before they queue here).
+
+A thread that holds the turn waits only for kernels in flight and, for a bounded time, for other tasks' memory.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Turns:
+    """The turns of one device."""
+
+    def __init__(self, condition: threading.Condition) -> None:
+        self._condition = condition  # its lock guards the fields below
+        self._waiting: list[tuple[int, int]] = []  # a heap of age and arrival
+        self._holder: int | None = None  # the thread that has the turn
+        self._arrivals = itertools.count()
+
+    @contextmanager
+    def turn(self, age: int) -> Iterator[None]:
+        """Hold the device's turn; wait for it behind all that are older. A thread that has it keeps it."""
+        me = threading.get_ident()
+        if self._holder == me:
+            yield
+            return
+        ticket = (age, next(self._arrivals))
+        with self._condition:
+            heapq.heappush(self._waiting, ticket)
+            try:
+                while self._holder is not None or self._waiting[0] != ticket:
+                    self._condition.wait()
+            except BaseException:
+                self._waiting.remove(ticket)
+                heapq.heapify(self._waiting)
+                self._condition.notify_all()
+                raise
+            heapq.heappop(self._waiting)
+            self._holder = me
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._holder = None
+                self._condition.notify_all()

@@ -1,0 +1,91 @@
+"""One record for each managed storage: where its bytes are and who uses them.
+
+A record refers to the storage's Python object, and managed tensors (its *handles*) refer to the record; nothing else
+keeps a record alive, so the storage lives exactly as long as its last handle.
+
+Movable means: every reference to the storage is a handle that no kernel is using. That is counted, never assumed:
+torch's count of references to the storage must be the number of handles plus the one of the Python object held here.
+A plain alias, or a storage that C++ code holds, makes the count larger, and the storage stays where it is.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from typing import Any
+
+import torch
+from torch._C import _storage_Use_Count
+
+from managed_exec.memory.owner import Owner
+
+
+class Residency(enum.Enum):
+    """Where the bytes of a storage are.
+
+    The storage has its memory in RESIDENT, LEAVING and RETURNING; its bytes are valid there in the first two. A copy
+    elsewhere exists in HOST, DISK and RETURNING. Kernels run in RESIDENT alone.
+    """
+
+    RESIDENT = "device"
+    LEAVING = "leaving"  # being copied to a tier, by one thread; back to RESIDENT if that fails
+    HOST = "host"
+    DISK = "disk"
+    RETURNING = "returning"  # being copied back, by one thread; back to where it was if that fails
+
+
+class Record:
+    """The state of one managed storage. All fields but the first four are guarded by the manager's lock."""
+
+    __slots__ = (
+        "__weakref__",
+        "alive",
+        "copy",
+        "device",
+        "immovable",
+        "last_use",
+        "n_bytes",
+        "owner",
+        "pins",
+        "readers",
+        "release_copy",
+        "residency",
+        "storage",
+        "users",
+        "writer",
+    )
+
+    def __init__(self, storage: torch.UntypedStorage, n_bytes: int, owner: Owner | None) -> None:
+        self.storage = storage
+        self.n_bytes = n_bytes
+        self.device = storage.device
+        # Every handle refers to this object and nobody else does, so that its reference count counts them.
+        self.alive = object()
+        self.owner = owner
+        self.residency = Residency.RESIDENT
+        self.users = 0  # kernels that are using the storage, or are about to
+        self.pins = 0
+        self.immovable: str | None = None  # why the storage must not move any more, once it was exported
+        self.last_use = 0
+        self.copy: Any = None  # the bytes in a tier; None while RESIDENT or LEAVING
+        self.release_copy: Any = None  # the finalizer that drops the copy if the record dies first
+        # Streams of the device: that of the last kernel that wrote, and those of kernels that have read since.
+        self.writer: torch.Stream | None = None
+        self.readers: set[torch.Stream] = set()
+
+    def handles(self) -> int:
+        """Return the number of live managed tensors on the storage."""
+        return sys.getrefcount(self.alive) - 2  # this object's own reference and the call's argument
+
+    def obstacle(self) -> str | None:
+        """Return why the storage cannot be moved now; None if it can. The manager's lock is held."""
+        if self.immovable is not None:
+            return self.immovable
+        if self.pins:
+            return "pinned"
+        if self.users:
+            return "in use by a kernel"
+        references = _storage_Use_Count(self.storage._cdata)
+        if references != self.handles() + 1:
+            return "a plain tensor, or other code, shares its memory"
+        return None

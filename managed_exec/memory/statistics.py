@@ -1,0 +1,32 @@
+"""What the memory manager has done so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class MemoryStatistics:
+    """A snapshot. Bytes are sizes of storages, as moved; counts are moves."""
+
+    spilled_bytes: dict[str, int] = field(default_factory=dict)  # by tier, all moves ever
+    spilled_count: dict[str, int] = field(default_factory=dict)
+    unspilled_bytes: dict[str, int] = field(default_factory=dict)
+    unspilled_count: dict[str, int] = field(default_factory=dict)
+    tier_bytes: dict[str, int] = field(default_factory=dict)  # now in each tier, as counted against its limit
+    managed_bytes: dict[str, int] = field(default_factory=dict)  # now resident, by device
+    reruns: int = 0  # kernels run again because the device had no room at first
+
+    def __str__(self) -> str:
+        lines = [f"{'':12}{'spilled':>22}{'unspilled':>22}{'now there':>16}"]
+        for tier in sorted({*self.spilled_bytes, *self.unspilled_bytes, *self.tier_bytes}):
+            lines.append(
+                f"{tier:12}"
+                f"{self.spilled_bytes.get(tier, 0):>14,} ({self.spilled_count.get(tier, 0):>5})"
+                f"{self.unspilled_bytes.get(tier, 0):>14,} ({self.unspilled_count.get(tier, 0):>5})"
+                f"{self.tier_bytes.get(tier, 0):>16,}"
+            )
+        for device, n_bytes in sorted(self.managed_bytes.items()):
+            lines.append(f"{device:12}{n_bytes:>60,}")
+        lines.append(f"kernels run again for want of room: {self.reruns}")
+        return "\n".join(lines)

@@ -1,0 +1,338 @@
+"""``ManagedTensor``: a real tensor whose storage can leave its device and come back.
+
+Dispatch level, below autograd: before a kernel runs, the storages of its operands are made resident and marked in use;
+a kernel that finds no room is run again once room was made; what it returns is managed. As the Python dispatch key sits
+on the tensor itself, this holds in the backward pass and for callers in C++ too.
+
+Function level, above autograd: a call whose kernel refused operands of several devices is made again with the operands
+moved by ``to()``; a call that hands out the memory makes the tensor immovable first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass, _DisableTorchDispatch
+
+from managed_exec.errors import DeviceMemoryError, NotMovableError
+from managed_exec.memory.manager import MemoryManager, manager
+from managed_exec.memory.owner import Owner
+from managed_exec.memory.record import Record
+from managed_exec.memory.relief import needed_bytes_of
+from managed_exec.tensors.colocation import Colocated, DeviceMismatchError, meeting_device, tensors_of
+from managed_exec.tensors.schema import written_arguments
+from managed_exec.tensors.writes import note_writes, write_count
+
+_make_subclass = torch.Tensor._make_subclass
+
+# Calls that hand out a pointer to the memory, or the storage itself. No schema tells, for they are not operators.
+_EXPORTS: frozenset[Any] = frozenset(
+    {
+        torch.Tensor.data_ptr,
+        torch.Tensor.numpy,
+        torch.Tensor.__array__,
+        torch.Tensor.__dlpack__,
+        torch.Tensor.untyped_storage,
+        torch.Tensor.storage,
+        torch.Tensor._typed_storage,
+        torch.Tensor.share_memory_,
+    }
+)
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class ManagedTensor(torch.Tensor):
+    """A tensor whose memory is managed. ``manage(x)`` makes one; so does ``x.as_subclass(ManagedTensor)``."""
+
+    # Of a handle that was not looked at yet: as_subclass makes handles without asking anyone.
+    _known = False
+    _record: Record | None = None
+    _alive: object | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _EXPORTS:
+            _export(args[0], func)
+        elif func is _SET_DATA:
+            _forget(args[0])
+        writes = write_count()
+        try:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs) if kwargs else func(*args)
+        except DeviceMemoryError:
+            raise
+        except RuntimeError as error:
+            # The call is made again, if it has not changed anything yet.
+            remedy = None if write_count() != writes else _remedy(error, args, kwargs or {})
+            if remedy is None:
+                raise
+        return remedy(func)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own annotation lacks func
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        keeper = manager()
+        records: list[Record] = []
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, ManagedTensor):
+                record = value._record if value._known else _look_up(value, keeper)
+                if record is not None and record not in records:
+                    records.append(record)
+            elif isinstance(value, (list, tuple)):
+                for element in value:
+                    if isinstance(element, ManagedTensor):
+                        record = element._record if element._known else _look_up(element, keeper)
+                        if record is not None and record not in records:
+                            records.append(record)
+        owner = records[0].owner if records else None
+        try:
+            result = keeper.run(_Kernel(func, args, kwargs, records))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            target = meeting_device(tensors_of((*args, *kwargs.values())), records, _written(func, args, kwargs))
+            if target is None:
+                raise
+            raise DeviceMismatchError(target, str(error)) from error
+        if written_arguments(func):
+            note_writes(_written(func, args, kwargs))
+        return _wrap(result, keeper, owner)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is not readable
+        plain = plain_copy(self, torch.device("cpu"))
+        text = repr(plain).removeprefix("tensor(")[:-1]
+        device = "" if self.device.type == "cpu" else f", device='{self.device}'"
+        return f"ManagedTensor({text}{device})"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    # -- residency --------------------------------------------------------------------------------------------------
+
+    def spill(self, tier: str | None = None) -> ManagedTensor:
+        """Move the storage, with all its views, to *tier* (``"host"``, ``"disk"``; None: the first with room).
+
+        Raises:
+            NotMovableError: the storage is pinned, in use, shared with what is not managed, or too small.
+            TierFullError: the tier has no room.
+            ValueError: no such tier.
+        """
+        record = _record_of(self)
+        if record is None:
+            raise NotMovableError(f"storages below {manager().policy.min_bytes} bytes are never moved")
+        manager().spill(record, tier)
+        return self
+
+    def unspill(self) -> ManagedTensor:
+        """Bring the storage back to its device."""
+        record = _record_of(self)
+        if record is not None:
+            manager().unspill(record)
+        return self
+
+    @property
+    def residency(self) -> str:
+        """Where the bytes are: ``"device"``, ``"host"`` or ``"disk"``; ``"leaving"`` or ``"returning"`` on the way."""
+        record = _record_of(self)
+        return "device" if record is None else record.residency.value
+
+    def pin(self) -> ManagedTensor:
+        """Keep the storage on its device until ``unpin``; pins count."""
+        record = _record_of(self)
+        if record is not None:
+            manager().pin(record)
+        return self
+
+    def unpin(self) -> ManagedTensor:
+        """Undo one ``pin``.
+
+        Raises:
+            ValueError: it is not pinned.
+        """
+        record = _record_of(self)
+        if record is not None:
+            manager().unpin(record)
+        return self
+
+    @property
+    def pinned(self) -> bool:
+        record = _record_of(self)
+        return record is not None and record.pins > 0
+
+    @contextmanager
+    def hold(self) -> Iterator[torch.Tensor]:
+        """Yield a plain tensor of the same memory, which stays where it is until the block ends.
+
+        For kernels that bypass torch's dispatcher. Do not keep the plain tensor: as long as it lives the memory cannot
+        move.
+        """
+        self.pin()
+        try:
+            self.unspill()
+            with DisableTorchFunctionSubclass(), _DisableTorchDispatch():
+                plain = torch.empty(0, dtype=self.dtype, device=self.device)
+                plain.set_(self.untyped_storage(), self.storage_offset(), self.shape, self.stride())
+            yield plain
+        finally:
+            del plain
+            self.unpin()
+
+
+def manage(x: torch.Tensor) -> ManagedTensor:
+    """Return *x* as a managed tensor: the same memory, and the same place in the autograd graph.
+
+    The storage can move once nothing but managed tensors refers to it, so drop *x*.
+
+    Raises:
+        TypeError: *x* is not a tensor.
+    """
+    if isinstance(x, ManagedTensor):
+        return x
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"manage: expected a tensor, got {type(x).__name__}")
+    if x.grad_fn is not None:
+        return x.as_subclass(ManagedTensor)  # refers to x itself, as its base, so this one cannot move
+    managed = _make_subclass(ManagedTensor, x, x.requires_grad)
+    _record_of(managed)
+    return managed
+
+
+def _remedy(
+    error: RuntimeError, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Callable[[Callable[..., Any]], Any] | None:
+    """Return how to make a call that raised *error* again, so that it succeeds; None if there is no way."""
+    tensors = tensors_of((*args, *kwargs.values()))
+    if isinstance(error, torch.OutOfMemoryError):
+        # A plain tensor that the call made on its way: those of managed ones have found room below.
+        needed_bytes = needed_bytes_of(error)
+        device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
+        if device is None:
+            return None
+        return lambda func: manager().relief.rerun(lambda: _call_below(func, *args, **kwargs), device, needed_bytes)
+    if isinstance(error, DeviceMismatchError):
+        target: torch.device | None = error.target
+    else:
+        target = meeting_device(tensors, [r for t in tensors if (r := _record_of_any(t)) is not None], ())
+    if target is None:
+        return None
+    place = target
+    return lambda func: Colocated(args, kwargs, place).call(functools.partial(_call_below, func))
+
+
+def _call_below(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _record_of_any(tensor: torch.Tensor) -> Record | None:
+    return _record_of(tensor) if isinstance(tensor, ManagedTensor) else None
+
+
+class _Kernel:
+    """One call of an operator, as the memory manager runs it: as often as needed, until there is room."""
+
+    __slots__ = ("args", "func", "kwargs", "records")
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], records: list[Record]) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.records = records
+
+    def __call__(self) -> Any:
+        with _DisableTorchDispatch():
+            return self.func(*self.args, **self.kwargs)
+
+    def written(self) -> list[Record]:
+        found = []
+        for tensor in _written(self.func, self.args, self.kwargs):
+            if isinstance(tensor, ManagedTensor) and tensor._record is not None:
+                found.append(tensor._record)
+        return found
+
+    def device(self) -> torch.device:
+        """Where the kernel allocates: the device it is told, else that of its first operand."""
+        wanted = self.kwargs.get("device")
+        if wanted is not None:
+            return torch.device(wanted)
+        return self.records[0].device if self.records else tensors_of(self.args)[0].device
+
+
+def plain_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the values of *tensor* as a plain tensor of its own memory on *device*, outside the autograd graph."""
+    with torch.no_grad(), DisableTorchFunctionSubclass():
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        copy.copy_(tensor)
+    return copy
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that the operator writes to."""
+    names = written_arguments(func)
+    if not names:
+        return []
+    return tensors_of(
+        [value for i, value in enumerate(args) if i in names] + [v for name, v in kwargs.items() if name in names]
+    )
+
+
+def _record_of(tensor: ManagedTensor) -> Record | None:
+    return tensor._record if tensor._known else _look_up(tensor, manager())
+
+
+def _look_up(tensor: ManagedTensor, keeper: MemoryManager) -> Record | None:
+    """Find or make the record of a handle that has not been looked at yet."""
+    with DisableTorchFunctionSubclass(), _DisableTorchDispatch():
+        _register(tensor, tensor, keeper, None)
+    return tensor._record
+
+
+def _register(handle: ManagedTensor, tensor: torch.Tensor, keeper: MemoryManager, owner: Owner | None) -> None:
+    """Make *handle* one of the handles of the storage of *tensor*."""
+    handle._known = True
+    # Sparse tensors are made of tensors of their own; those of a fake or meta device have no memory.
+    if tensor.layout is torch.strided and tensor.device.type != "meta":
+        record = keeper.record_of(tensor.untyped_storage(), owner)
+        if record is not None:
+            handle._record = record
+            handle._alive = record.alive
+
+
+def _forget(tensor: Any) -> None:
+    """Have *tensor* looked up again: it is being given another storage."""
+    if isinstance(tensor, ManagedTensor):
+        tensor._known = False
+        tensor._record = tensor._alive = None
+
+
+def _wrap(result: Any, keeper: MemoryManager, owner: Owner | None) -> Any:
+    if type(result) is torch.Tensor:
+        managed = _make_subclass(ManagedTensor, result)
+        _register(managed, result, keeper, owner)
+        return managed
+    if isinstance(result, (list, tuple)):
+        return type(result)([_wrap(element, keeper, owner) for element in result])
+    return result
+
+
+def _export(tensor: Any, func: Callable[..., Any]) -> None:
+    if isinstance(tensor, ManagedTensor):
+        record = _record_of(tensor)
+        if record is not None:
+            manager().export(record, f"its memory was handed out by {func.__name__}()")

@@ -1,0 +1,28 @@
+"""What an operator's schema says of its arguments."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+# Operators that write to an argument and whose schema does not say so. They are older than the rule, and stay as they
+# are for the sake of saved models that name them.
+_UNDECLARED_WRITES = {
+    "aten::native_batch_norm": ("running_mean", "running_var"),
+    "aten::cudnn_batch_norm": ("running_mean", "running_var"),
+    "aten::miopen_batch_norm": ("running_mean", "running_var"),
+}
+
+
+@functools.cache
+def written_arguments(func: Any) -> frozenset[int | str]:
+    """Return the positions and names of the arguments that the operator *func* writes to."""
+    undeclared = _UNDECLARED_WRITES.get(func._schema.name, ())
+    written: set[int | str] = set()
+    for position, argument in enumerate(func._schema.arguments):
+        declared = argument.alias_info is not None and argument.alias_info.is_write
+        if declared or argument.name in undeclared:
+            written.add(argument.name)
+            if not argument.kwarg_only:
+                written.add(position)
+    return frozenset(written)

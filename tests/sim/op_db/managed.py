@@ -1,0 +1,92 @@
+"""Modes with managed operands: resident, spilled before the call, spilled before the backward pass, under failing
+allocations, and dealt out over four devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from .modes import AgainstCpu, Backward
+
+
+class Managed(AgainstCpu):
+    """Operands are managed and resident."""
+
+    name = "managed"
+
+    def prepare(self, device: str) -> None:
+        """Enable the device, with a manager to which no tensor is too small."""
+        super().prepare(device)
+        from managed_exec.memory.manager import configure
+        from managed_exec.memory.policy import MemoryPolicy
+
+        self._manager = configure(MemoryPolicy(min_bytes=1))
+
+    def ready(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Manage the operand."""
+        from managed_exec.tensors.managed import manage
+
+        return manage(tensor)
+
+    def spill_all(self) -> None:
+        """Spill whatever is movable."""
+        from managed_exec.errors import NotMovableError
+
+        for record in self._manager.table.movable():
+            # One may have been movable only as long as its neighbour, which shares something with it, was there.
+            with contextlib.suppress(NotMovableError):
+                self._manager.spill(record, "host")
+
+
+class Spilled(Managed):
+    """All operands are spilled before the call."""
+
+    name = "spilled"
+
+    @contextlib.contextmanager
+    def around_call(self, operands: list[torch.Tensor]) -> Iterator[None]:
+        """Spill first."""
+        self.spill_all()
+        yield
+
+
+class SpilledBackward(Spilled, Backward):
+    """Everything is spilled before the call, and everything again before the backward pass."""
+
+    name = "spilled-backward"
+
+    @contextlib.contextmanager
+    def around_backward(self, outputs: list[torch.Tensor]) -> Iterator[None]:
+        """Spill first."""
+        self.spill_all()
+        yield
+
+
+class FirstTriesFail(Managed):
+    """Every allocation fails the first time it is tried."""
+
+    name = "first-tries"
+
+    @contextlib.contextmanager
+    def around_call(self, operands: list[torch.Tensor]) -> Iterator[None]:
+        """Let allocations fail for the call."""
+        from managed_exec import sim
+
+        sim.faults.fail_first_tries()
+        try:
+            yield
+        finally:
+            sim.faults.clear()
+
+
+class Split(Managed):
+    """The operands are dealt out over four devices."""
+
+    name = "split"
+
+    def device_of(self, index: int) -> torch.device:
+        """Return the devices in turn."""
+        return torch.device("sim", index % 4)
