@@ -21,7 +21,6 @@ from managed_exec.memory.owner import Owner
 from managed_exec.memory.relief import needed_bytes_of
 from managed_exec.tensors.colocation import tensors_of
 from managed_exec.tensors.managed import ManagedTensor, manage
-from managed_exec.tensors.writes import write_count
 
 _COMPATIBLE = torch._has_compatible_shallow_copy_type
 
@@ -59,14 +58,13 @@ class ManagedContext(DeviceContext):
     ) -> Any:
         if func is _COMPATIBLE and any(isinstance(arg, ManagedTensor) for arg in args):
             return False  # or a module takes over the memory of a managed parameter, and not the handle
-        writes = write_count()
         try:
             return self._adopt(super().__torch_function__(func, types, args, kwargs), func, args)
         except DeviceMemoryError:
             raise
         except torch.OutOfMemoryError as error:
-            if write_count() != writes:
-                raise  # part of it is done, so it cannot be made again
+            if any(isinstance(tensor, ManagedTensor) for tensor in tensors_of(args)):
+                raise  # the managed operands' own function level has decided
             needed_bytes = needed_bytes_of(error)
         call = super().__torch_function__
         device = self._allocates_on(args, kwargs or {})

@@ -170,6 +170,7 @@ class TestShutdown:
         run = subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,
+            check=False,
             text=True,
             timeout=90,
             env={**os.environ, "MANAGED_EXEC_SIM": simulated},

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from managed_exec.memory.record import Record
-from managed_exec.tensors.writes import recorded_writes
+from managed_exec.tensors.writes import logged_writes
 
 
 class DeviceMismatchError(RuntimeError):
@@ -71,10 +71,10 @@ class Colocated:
 
     def call(self, func: Callable[..., Any]) -> Any:
         """Call *func* and write back what it wrote to operands that were moved."""
-        with recorded_writes() as written:
+        with logged_writes() as writes:
             result = func(*self.args, **self.kwargs)
         for original, moved in self._moved:
-            if any(moved is tensor for tensor in written):
+            if writes.touched(moved):
                 original.copy_(moved)
             if result is moved:
                 result = original

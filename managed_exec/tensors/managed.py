@@ -25,7 +25,7 @@ from managed_exec.memory.record import Record
 from managed_exec.memory.relief import needed_bytes_of
 from managed_exec.tensors.colocation import Colocated, DeviceMismatchError, meeting_device, tensors_of
 from managed_exec.tensors.schema import written_arguments
-from managed_exec.tensors.writes import note_writes, write_count
+from managed_exec.tensors.writes import logged_writes, note_writes
 
 _make_subclass = torch.Tensor._make_subclass
 
@@ -65,17 +65,17 @@ class ManagedTensor(torch.Tensor):
             _export(args[0], func)
         elif func is _SET_DATA:
             _forget(args[0])
-        writes = write_count()
-        try:
-            with DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass(), logged_writes() as writes:
+            try:
                 return func(*args, **kwargs) if kwargs else func(*args)
-        except DeviceMemoryError:
-            raise
-        except RuntimeError as error:
-            # The call is made again, if it has not changed anything yet.
-            remedy = None if write_count() != writes else _remedy(error, args, kwargs or {})
-            if remedy is None:
+            except DeviceMemoryError:
                 raise
+            except RuntimeError as error:
+                # The call is made again, if it has not changed its operands yet.
+                tensors = tensors_of((*args, *kwargs.values()) if kwargs else args)
+                remedy = _remedy(error, args, kwargs or {}, tensors)
+                if remedy is None or any(writes.touched(tensor) for tensor in tensors):
+                    raise
         return remedy(func)
 
     @classmethod
@@ -214,10 +214,9 @@ def manage(x: torch.Tensor) -> ManagedTensor:
 
 
 def _remedy(
-    error: RuntimeError, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    error: RuntimeError, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[torch.Tensor]
 ) -> Callable[[Callable[..., Any]], Any] | None:
     """Return how to make a call that raised *error* again, so that it succeeds; None if there is no way."""
-    tensors = tensors_of((*args, *kwargs.values()))
     if isinstance(error, torch.OutOfMemoryError):
         # A plain tensor that the call made on its way: those of managed ones have found room below.
         needed_bytes = needed_bytes_of(error)

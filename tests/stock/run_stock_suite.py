@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import sys
-import test
 import unittest
 from pathlib import Path
+
 from test.support import script_helper
 
 PRELUDE = """
@@ -44,7 +44,9 @@ def main() -> int:
     assert module.ThreadPoolMixin.executor_type is concurrent.futures.GPUPoolExecutor
     cases = [case for name, case in vars(module).items() if isinstance(case, type) and name.startswith("ThreadPool")]
     loader = unittest.defaultTestLoader
-    suite = unittest.TestSuite(loader.loadTestsFromTestCase(case) for case in cases if case is not module.ThreadPoolMixin)
+    suite = unittest.TestSuite(
+        loader.loadTestsFromTestCase(case) for case in cases if case is not module.ThreadPoolMixin
+    )
     outcome = unittest.TextTestRunner(verbosity=2, stream=sys.stdout).run(suite)
     print(f"ran {outcome.testsRun}, not passed {len(outcome.failures) + len(outcome.errors)}")
     return 0 if outcome.wasSuccessful() else 1

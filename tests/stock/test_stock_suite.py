@@ -19,7 +19,9 @@ SUITE = Path("usr/lib/python3.11/test")
 def suite_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Fetch Debian's copy of the tests; skip, saying why, where it cannot be had."""
     if sys.version_info[:2] != (3, 11):
-        pytest.skip(f"{PACKAGE} has the tests of Python 3.11, this is {sys.version_info.major}.{sys.version_info.minor}")
+        pytest.skip(
+            f"{PACKAGE} has the tests of Python 3.11, this is {sys.version_info.major}.{sys.version_info.minor}"
+        )
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
         pytest.skip(f"{PACKAGE} is fetched with apt-get, and there is none here")
     directory = tmp_path_factory.mktemp("stock")
@@ -46,7 +48,12 @@ def test_stock_thread_pool_tests_pass(suite_directory: Path, simulated: str | No
         environment["MANAGED_EXEC_SIM"] = simulated
     script = Path(__file__).with_name("run_stock_suite.py")
     run = subprocess.run(
-        [sys.executable, script, suite_directory], capture_output=True, text=True, timeout=280, env=environment
+        [sys.executable, script, suite_directory],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=280,
+        env=environment,
     )
     counted = re.search(r"^ran (\d+), not passed (\d+)$", run.stdout, re.MULTILINE)
     assert counted is not None, run.stdout[-3000:] + run.stderr[-3000:]
@@ -57,4 +64,6 @@ def test_stock_thread_pool_tests_pass(suite_directory: Path, simulated: str | No
 
 
 def _apt_get(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["apt-get", "-q", *arguments], cwd=directory, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        ["apt-get", "-q", *arguments], cwd=directory, capture_output=True, check=False, text=True, timeout=120
+    )
