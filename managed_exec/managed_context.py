@@ -6,6 +6,7 @@ room like any kernel; it is made again once room was made. What it returns becom
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,14 +14,13 @@ import torch
 
 from managed_exec.context import DeviceContext
 from managed_exec.devices import Device
-from managed_exec.errors import DeviceMemoryError
 from managed_exec.inheritance import SubmitterStreams
 from managed_exec.memory import owner as ownership
 from managed_exec.memory.manager import MemoryManager
 from managed_exec.memory.owner import Owner
-from managed_exec.memory.relief import needed_bytes_of
+from managed_exec.memory.relief import NoRoom
 from managed_exec.tensors.colocation import tensors_of
-from managed_exec.tensors.managed import ManagedTensor, manage
+from managed_exec.tensors.managed import ManagedTensor, manage, or_no_room
 
 _COMPATIBLE = torch._has_compatible_shallow_copy_type
 
@@ -58,17 +58,13 @@ class ManagedContext(DeviceContext):
     ) -> Any:
         if func is _COMPATIBLE and any(isinstance(arg, ManagedTensor) for arg in args):
             return False  # or a module takes over the memory of a managed parameter, and not the handle
-        try:
-            return self._adopt(super().__torch_function__(func, types, args, kwargs), func, args)
-        except DeviceMemoryError:
-            raise
-        except torch.OutOfMemoryError as error:
-            if any(isinstance(tensor, ManagedTensor) for tensor in tensors_of(args)):
-                raise  # the managed operands' own function level has decided
-            needed_bytes = needed_bytes_of(error)
-        call = super().__torch_function__
-        device = self._allocates_on(args, kwargs or {})
-        result = self._manager.relief.rerun(lambda: call(func, types, args, kwargs), device, needed_bytes)
+        call = functools.partial(super().__torch_function__, func, types, args, kwargs)
+        if any(isinstance(tensor, ManagedTensor) for tensor in tensors_of(args)):
+            return self._adopt(call(), func, args)  # the managed operands' own function level sees to the rest
+        result = or_no_room(call, self._allocates_on(args, kwargs or {}))
+        if isinstance(result, NoRoom):
+            device = result.device
+            result = self._manager.relief.rerun(lambda: or_no_room(call, device), result)
         return self._adopt(result, func, args)
 
     def _allocates_on(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:

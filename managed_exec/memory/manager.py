@@ -16,13 +16,13 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from managed_exec.errors import NotMovableError, TierFullError
+from managed_exec.errors import DeviceMemoryError, NotMovableError, TierFullError
 from managed_exec.memory.mover import Mover
 from managed_exec.memory.ordering import order_streams
 from managed_exec.memory.owner import Owner
 from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.memory.record import Record, Residency
-from managed_exec.memory.relief import Relief, needed_bytes_of
+from managed_exec.memory.relief import NoRoom, Relief
 from managed_exec.memory.statistics import MemoryStatistics
 from managed_exec.memory.table import RecordTable
 from managed_exec.sizes import format_bytes
@@ -82,36 +82,43 @@ class MemoryManager:
         Raises:
             DeviceMemoryError: there is no room and none can be made; the text lists who holds what.
         """
-        try:
-            return self._run_once(kernel)
-        except torch.OutOfMemoryError as error:
-            needed_bytes = needed_bytes_of(error)
-        # Outside the except block: until here the error's frames kept what the kernel had made so far.
-        return self.relief.rerun(lambda: self._run_once(kernel), kernel.device(), needed_bytes, kernel.records)
+        outcome = self._run_once(kernel)
+        if isinstance(outcome, NoRoom):
+            return self.relief.rerun(lambda: self._run_once(kernel), outcome, kernel.records)
+        return outcome
 
-    def _run_once(self, kernel: Kernel[T]) -> T:
+    def _run_once(self, kernel: Kernel[T]) -> T | NoRoom:
         marked: list[Record] = []
         try:
             for record in kernel.records:
-                self._begin_use(record)
+                if not self._begin_use(record):
+                    return NoRoom(record.device, record.n_bytes)
                 marked.append(record)
             if marked:
                 order_streams(marked, kernel.written())
             return kernel()
+        except DeviceMemoryError:
+            raise
+        except torch.OutOfMemoryError as error:
+            return NoRoom.of(error, kernel.device())
         finally:
             self._end_use(marked)
 
-    def _begin_use(self, record: Record) -> None:
-        """Mark *record* in use and make it resident."""
+    def _begin_use(self, record: Record) -> bool:
+        """Mark *record* in use and make it resident; return False, and do neither, if there is no room for it."""
         with self.table.lock:
             while record.residency in (Residency.LEAVING, Residency.RETURNING):
                 self.table.changed.wait()
             record.last_use = self.table.tick()
             if record.residency is Residency.RESIDENT:
                 record.users += 1
-                return
+                return True
             back_to = self._mover.begin_return(record)
-        self._mover.finish_return(record, back_to)
+        try:
+            self._mover.finish_return(record, back_to)
+        except torch.OutOfMemoryError:
+            return False
+        return True
 
     def _end_use(self, records: Iterable[Record]) -> None:
         with self.table.lock:

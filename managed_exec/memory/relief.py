@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ from managed_exec.sizes import format_bytes
 
 T = TypeVar("T")
 _TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMG]iB)")
+_GUESSED_BYTES = 2**20  # where the text of an error does not say what was asked for
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _YOUNGEST = 2**62  # the age of what no task asked for
 _IN_COPY = (Residency.LEAVING, Residency.RETURNING)
@@ -37,6 +38,25 @@ _ON_DEVICE = (Residency.RESIDENT, Residency.LEAVING, Residency.RETURNING)
 _MAX_VAIN_RERUNS = 32
 # A task drops its tensors without a word, so a wait for that looks again this often.
 _LOOK_AGAIN_S = 0.02
+
+
+class NoRoom(NamedTuple):
+    """What a kernel returns that has not run, because there was no room.
+
+    A value and not an exception: an exception would keep the frames, and so the tensors, of the attempt that failed.
+    """
+
+    device: torch.device
+    needed_bytes: int  # what could not be allocated
+
+    @staticmethod
+    def of(error: torch.OutOfMemoryError, device: torch.device) -> NoRoom:
+        """Read *error*, which an allocation on *device* has raised."""
+        found = _TRIED.search(str(error))
+        if found is None:
+            return NoRoom(device, _GUESSED_BYTES)
+        # The text has two decimals, so the true number may be half of the last one more.
+        return NoRoom(device, int((float(found[1]) + (0.005 if "." in found[1] else 0)) * _UNITS[found[2]]))
 
 
 class Relief:
@@ -49,13 +69,12 @@ class Relief:
         self._turns: dict[torch.device, Turns] = {}  # guarded by the table's lock, as the next
         self.reruns = 0
 
-    def rerun(self, call: Callable[[], T], device: torch.device, needed_bytes: int, keep: Sequence[Record] = ()) -> T:
-        """Make room for *needed_bytes* and run *call*, which has failed for want of room; again until it succeeds.
+    def rerun(self, call: Callable[[], T | NoRoom], no_room: NoRoom, keep: Sequence[Record] = ()) -> T:
+        """Make room and run *call*, again until it succeeds.
 
         Args:
-            call: changes nothing when it raises out-of-memory.
-            device: where it allocates.
-            needed_bytes: what it asked for.
+            call: returns ``NoRoom``, having changed nothing, as long as it finds no room.
+            no_room: what it has just returned.
             keep: what must not be spilled for it: its operands.
 
         Raises:
@@ -64,22 +83,37 @@ class Relief:
         task = ownership.thread.owner
         if task is None and keep:
             task = keep[0].owner
-        with self._turns_of(device).turn(_YOUNGEST if task is None else task.age):
-            wanted_bytes = needed_bytes
-            vain = 0  # reruns in a row before which there was nothing to spill
-            while True:
-                spilled = self._make_room(device, wanted_bytes, needed_bytes, keep, task, vain)
-                vain = 0 if spilled else vain + 1
-                with self._table.lock:
-                    self.reruns += 1
-                try:
-                    return call()
-                except DeviceMemoryError:
-                    raise
-                except torch.OutOfMemoryError as error:
-                    needed_bytes = needed_bytes_of(error)
-                # Freed, but not enough, or in pieces, or taken by others: more than before.
-                wanted_bytes = max(wanted_bytes * 2, needed_bytes)
+        age = _YOUNGEST if task is None else task.age
+        while True:
+            # One turn at a time: two threads that each held one and wanted the other's would wait for ever.
+            with self._turns_of(no_room.device).turn(age):
+                outcome = self._rerun_on(no_room.device, call, no_room.needed_bytes, keep, task)
+            if not isinstance(outcome, NoRoom):
+                return outcome
+            no_room = outcome
+
+    def _rerun_on(
+        self,
+        device: torch.device,
+        call: Callable[[], T | NoRoom],
+        needed_bytes: int,
+        keep: Sequence[Record],
+        task: Owner | None,
+    ) -> T | NoRoom:
+        """Make room on *device* until *call* succeeds or finds no room on another one. The turn is held."""
+        wanted_bytes = needed_bytes
+        vain = 0  # reruns in a row before which there was nothing to spill
+        while True:
+            spilled = self._make_room(device, wanted_bytes, needed_bytes, keep, task, vain)
+            vain = 0 if spilled else vain + 1
+            with self._table.lock:
+                self.reruns += 1
+            outcome = call()
+            if not isinstance(outcome, NoRoom) or outcome.device != device:
+                return outcome
+            # Freed, but not enough, or in pieces, or taken by others: more than before.
+            needed_bytes = outcome.needed_bytes
+            wanted_bytes = max(wanted_bytes * 2, needed_bytes)
 
     def _turns_of(self, device: torch.device) -> Turns:
         with self._table.lock:
@@ -193,10 +227,3 @@ def _rank(record: Record, task: Owner | None) -> int:
 def device_memory(device: torch.device) -> DeviceMemory:
     """Read the memory of *device*."""
     return (AcceleratorDevice(device) if is_accelerator(device) else CpuDevice()).memory()
-
-
-def needed_bytes_of(error: torch.OutOfMemoryError) -> int:
-    """Return what the allocation that failed asked for, as its text says; a guess of 1 MiB where it does not."""
-    found = _TRIED.search(str(error))
-    # The text has two decimals, so the true number may be half of the last one more.
-    return int((float(found[1]) + (0.005 if "." in found[1] else 0)) * _UNITS[found[2]]) if found else 2**20

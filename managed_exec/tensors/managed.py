@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C import DisableTorchFunctionSubclass, _DisableTorchDispatch
@@ -22,11 +22,12 @@ from managed_exec.errors import DeviceMemoryError, NotMovableError
 from managed_exec.memory.manager import MemoryManager, manager
 from managed_exec.memory.owner import Owner
 from managed_exec.memory.record import Record
-from managed_exec.memory.relief import needed_bytes_of
+from managed_exec.memory.relief import NoRoom
 from managed_exec.tensors.colocation import Colocated, DeviceMismatchError, meeting_device, tensors_of
 from managed_exec.tensors.schema import written_arguments
 from managed_exec.tensors.writes import logged_writes, note_writes
 
+T = TypeVar("T")
 _make_subclass = torch.Tensor._make_subclass
 
 # Calls that hand out a pointer to the memory, or the storage itself. No schema tells, for they are not operators.
@@ -219,11 +220,13 @@ def _remedy(
     """Return how to make a call that raised *error* again, so that it succeeds; None if there is no way."""
     if isinstance(error, torch.OutOfMemoryError):
         # A plain tensor that the call made on its way: those of managed ones have found room below.
-        needed_bytes = needed_bytes_of(error)
         device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
         if device is None:
             return None
-        return lambda func: manager().relief.rerun(lambda: _call_below(func, *args, **kwargs), device, needed_bytes)
+        no_room = NoRoom.of(error, device)
+        return lambda func: manager().relief.rerun(
+            lambda: or_no_room(functools.partial(_call_below, func, *args, **kwargs), no_room.device), no_room
+        )
     if isinstance(error, DeviceMismatchError):
         target: torch.device | None = error.target
     else:
@@ -232,6 +235,16 @@ def _remedy(
         return None
     place = target
     return lambda func: Colocated(args, kwargs, place).call(functools.partial(_call_below, func))
+
+
+def or_no_room(call: Callable[[], T], device: torch.device) -> T | NoRoom:
+    """Return what *call* returns, or that it has found no room on *device*."""
+    try:
+        return call()
+    except DeviceMemoryError:
+        raise
+    except torch.OutOfMemoryError as error:
+        return NoRoom.of(error, device)
 
 
 def _call_below(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
