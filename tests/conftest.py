@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from managed_exec import GPUPoolExecutor, sim
+from managed_exec.memory.manager import MemoryManager, configure
+from managed_exec.memory.policy import MemoryPolicy
 
 faulthandler.enable()
 # The tests choose the simulator themselves, and differently from one to the next.
@@ -65,6 +67,13 @@ def accelerator() -> Iterator[Kind]:
 def simulator() -> Iterator[Kind]:
     """Four simulated devices of 64 MiB."""
     yield from make_kind("sim")
+
+
+@pytest.fixture
+def small_device(simulator: Kind) -> MemoryManager:
+    """The manager of one simulated device of 2 MiB; tensors are managed from 1 KiB on."""
+    sim.enable(devices=1, memory="2MiB")
+    return configure(MemoryPolicy(min_bytes=1024, wait_s=5))
 
 
 def make_kind(name: str) -> Iterator[Kind]:

@@ -120,6 +120,7 @@ class DiskTier:
 
     def allocate(self, n_bytes: int, *, pinned: bool) -> Copy:
         self._budget.take(n_bytes)
+        path = None
         try:
             path = self._new_path()
             with open(path, "xb") as file:
@@ -127,6 +128,8 @@ class DiskTier:
                 os.posix_fallocate(file.fileno(), 0, n_bytes)
             storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=n_bytes)
         except (OSError, RuntimeError) as error:
+            if path is not None:
+                path.unlink(missing_ok=True)
             self._budget.give_back(n_bytes)
             raise TierFullError(f"cannot write {format_bytes(n_bytes)} below {self._parent}: {error}") from error
         assert isinstance(storage, torch.UntypedStorage)

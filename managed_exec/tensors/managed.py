@@ -10,10 +10,12 @@ moved by ``to()``; a call that hands out the memory makes the tensor immovable f
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar, cast
 
 import torch
 from torch._C import DisableTorchFunctionSubclass, _DisableTorchDispatch
@@ -34,8 +36,6 @@ _make_subclass = torch.Tensor._make_subclass
 _EXPORTS: frozenset[Any] = frozenset(
     {
         torch.Tensor.data_ptr,
-        torch.Tensor.numpy,
-        torch.Tensor.__array__,
         torch.Tensor.__dlpack__,
         torch.Tensor.untyped_storage,
         torch.Tensor.storage,
@@ -124,6 +124,38 @@ class ManagedTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
+    def tolist(self) -> Any:
+        return plain_copy(self, torch.device("cpu")).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return an array as torch does. Where it shares the memory, that cannot move while the array lives."""
+        with self.hold() as plain:
+            return plain.requires_grad_(self.requires_grad).numpy(force=force)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Pickle as a plain tensor, so that a file can be read where this package is not installed."""
+        with self.hold() as plain:
+            if isinstance(self, torch.nn.Parameter):
+                return torch._utils._rebuild_parameter, (plain, self.requires_grad, OrderedDict())
+            return plain.requires_grad_(self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ManagedTensor:
+        if id(self) in memo:
+            return cast("ManagedTensor", memo[id(self)])
+        if not self.is_leaf:
+            raise RuntimeError(
+                "only tensors created explicitly by the user (graph leaves) support the deepcopy protocol, "
+                "as in torch; use detach() first"
+            )
+        with self.hold() as plain:
+            copied = manage(copy.deepcopy(plain, memo)).requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, self.requires_grad)
+        if self.grad is not None:
+            copied.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = copied
+        return cast("ManagedTensor", copied)
+
     # -- residency --------------------------------------------------------------------------------------------------
 
     def spill(self, tier: str | None = None) -> ManagedTensor:
@@ -185,13 +217,8 @@ class ManagedTensor(torch.Tensor):
         """
         self.pin()
         try:
-            self.unspill()
-            with DisableTorchFunctionSubclass(), _DisableTorchDispatch():
-                plain = torch.empty(0, dtype=self.dtype, device=self.device)
-                plain.set_(self.untyped_storage(), self.storage_offset(), self.shape, self.stride())
-            yield plain
+            yield _plain_alias(self)
         finally:
-            del plain
             self.unpin()
 
 
@@ -286,12 +313,18 @@ class _Kernel:
         return self.records[0].device if self.records else tensors_of(self.args)[0].device
 
 
+def _plain_alias(tensor: ManagedTensor) -> torch.Tensor:
+    """Return a plain tensor of the same memory, outside the autograd graph. While it lives the memory does not move."""
+    with _DisableTorchDispatch(), DisableTorchFunctionSubclass(), torch.no_grad():
+        return torch.ops.aten.detach.default(tensor)  # type: ignore[no-any-return]
+
+
 def plain_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the values of *tensor* as a plain tensor of its own memory on *device*, outside the autograd graph."""
     with torch.no_grad(), DisableTorchFunctionSubclass():
-        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        copy.copy_(tensor)
-    return copy
+        copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        copied.copy_(tensor)
+    return copied
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,10 +18,9 @@ POLICY = MemoryPolicy(min_bytes=1024)
 
 
 @pytest.fixture(autouse=True)
-def one_device(simulator: Kind) -> Iterator[None]:
+def one_device(simulator: Kind) -> None:
     sim.enable(devices=1, memory="256MiB")
     configure(POLICY)
-    yield
 
 
 class Attention(torch.nn.Module):
@@ -59,7 +58,11 @@ def mlp() -> torch.nn.Module:
 
 def cnn() -> torch.nn.Module:
     return torch.nn.Sequential(
-        torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.MaxPool2d(2), torch.nn.Conv2d(8, 8, 3)
+        torch.nn.Conv2d(3, 8, 3),
+        torch.nn.BatchNorm2d(8),
+        torch.nn.ReLU(),
+        torch.nn.MaxPool2d(2),
+        torch.nn.Conv2d(8, 8, 3),
     )
 
 

@@ -1,0 +1,215 @@
+"""The tiers below the devices: budgets, files, faults of the disk, and what a killed process leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Kind, eventually
+
+from managed_exec import sim
+from managed_exec.errors import NotMovableError, TierFullError
+from managed_exec.memory.manager import MemoryManager, configure
+from managed_exec.memory.policy import MemoryPolicy
+from managed_exec.memory.tiers import DiskTier, HostTier
+from managed_exec.tensors.managed import ManagedTensor, manage
+
+
+def files(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file() and path.name != "in-use"]
+
+
+def on_device(values: torch.Tensor) -> ManagedTensor:
+    return manage(values.clone()).to("sim:0")
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_there_and_back(small_device: MemoryManager, tier: str) -> None:
+    tensor = on_device(torch.arange(1000.0))
+    held = torch.accelerator.memory_allocated(0)
+    assert tensor.spill(tier) is tensor
+    assert tensor.residency == tier
+    assert torch.accelerator.memory_allocated(0) == held - 4096
+    assert tensor.shape == (1000,)
+    assert tensor.device == torch.device("sim:0")
+    assert tensor.unspill().residency == "device"
+    assert tensor.tolist() == list(range(1000))
+    assert small_device.statistics().tier_bytes == {"host": 0, "disk": 0}
+
+
+def test_between_tiers(small_device: MemoryManager) -> None:
+    tensor = on_device(torch.arange(1000.0))
+    for tier in ("host", "disk", "host", "host"):
+        tensor.spill(tier)
+        assert tensor.residency == tier
+    assert tensor.tolist() == list(range(1000))
+
+
+def test_pinned_rounding_counts() -> None:
+    tier = HostTier(limit_bytes=4096)
+    copy = tier.allocate(2049, pinned=False)
+    assert tier.used_bytes == 2049
+    with pytest.raises(TierFullError, match=r"asked for 4\.0 KiB"):
+        # 2,048 bytes are left, and pinned memory comes in powers of two.
+        tier.allocate(2049, pinned=True)
+    tier.release(copy)
+    assert tier.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "policy", [{"host_limit": 4096}, {"spill": ("disk",), "disk_limit": 4096}], ids=["host", "disk"]
+)
+def test_spent_budget_leaves_the_tensor_where_it_was(simulator: Kind, tmp_path: Path, policy: dict) -> None:
+    configure(MemoryPolicy(min_bytes=1024, spill_dir=tmp_path, **{"spill": ("host",), **policy}))
+    small, large = on_device(torch.ones(1000)), on_device(torch.arange(2000.0))
+    small.spill()
+    with pytest.raises(TierFullError, match="no tier has room"):
+        large.spill()
+    assert large.residency == "device"
+    assert large.tolist() == list(range(2000))
+    assert small.tolist() == [1] * 1000
+
+
+def test_directory_that_cannot_be_written(simulator: Kind, tmp_path: Path) -> None:
+    not_a_directory = tmp_path / "file"
+    not_a_directory.write_text("")
+    configure(MemoryPolicy(min_bytes=1024, spill_dir=not_a_directory))
+    tensor = on_device(torch.arange(1000.0))
+    with pytest.raises(TierFullError):
+        tensor.spill("disk")
+    assert tensor.spill().residency == "host", "the other tier is as good as ever"
+    assert tensor.tolist() == list(range(1000))
+
+
+def test_full_disk(monkeypatch: pytest.MonkeyPatch, simulator: Kind, tmp_path: Path) -> None:
+    configure(MemoryPolicy(min_bytes=1024, spill=("disk",), spill_dir=tmp_path))
+    tensor = on_device(torch.arange(1000.0))
+
+    def no_space(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", no_space)
+        with pytest.raises(TierFullError):
+            tensor.spill("disk")
+    assert not files(tmp_path)
+    assert tensor.tolist() == list(range(1000))
+    assert tensor.spill("disk").residency == "disk"
+
+
+def test_file_goes_with_its_tensor(simulator: Kind, tmp_path: Path) -> None:
+    manager = configure(MemoryPolicy(min_bytes=1024, spill_dir=tmp_path))
+    first, second = on_device(torch.ones(1000)).spill("disk"), on_device(torch.ones(1000)).spill("disk")
+    view = second[:10]
+    assert len(files(tmp_path)) == 1, "a view needs the bytes back on the device"
+    second.spill("disk")
+    assert len(files(tmp_path)) == 2
+    del first
+    assert len(files(tmp_path)) == 1
+    del second
+    assert view.sum().item() == 10
+    assert not files(tmp_path)
+    assert manager.statistics().tier_bytes["disk"] == 0
+
+
+def test_result_on_disk_outlives_its_pool(simulator: Kind, tmp_path: Path) -> None:
+    """https://github.com/rapidsai/dask-cuda/pull/853 , https://github.com/dask/distributed/issues/7182"""
+    policy = MemoryPolicy(min_bytes=1024, spill_dir=tmp_path)
+    with simulator.pool(max_workers=1, memory=policy) as pool:
+        a, b = (pool.submit(torch.ones, 1000, device="cuda").result() for _ in range(2))
+        a.spill("disk")
+        b.spill("disk")
+        del a
+        assert eventually(lambda: len(files(tmp_path)) <= 1)
+    part = b[:10].clone()
+    assert (b.sum().item(), part.sum().item()) == (1000, 10)
+    b.spill("disk")
+    assert b.sum().item() == 1000
+    del b
+    assert eventually(lambda: not files(tmp_path))
+
+
+def test_tensor_of_the_cpu_goes_to_disk_only(tmp_path: Path) -> None:
+    configure(MemoryPolicy(min_bytes=1024, spill_dir=tmp_path))
+    tensor = manage(torch.arange(1000.0))
+    assert tensor.spill("host").residency == "device", "it is in main memory"
+    assert tensor.spill("disk").residency == "disk"
+    assert tensor.tolist() == list(range(1000))
+
+
+def test_refusals_say_why(small_device: MemoryManager) -> None:
+    plain = torch.ones(1000, device="sim:0")
+    tensor = manage(plain)
+    with pytest.raises(NotMovableError, match="a plain tensor"):
+        tensor.spill()
+    del plain
+    tensor.pin()
+    assert tensor.pinned
+    with pytest.raises(NotMovableError, match="pinned"):
+        tensor.spill()
+    tensor.unpin()
+    with pytest.raises(ValueError, match="not pinned"):
+        tensor.unpin()
+    with pytest.raises(ValueError, match="expected one of host, disk, got 'tape'"):
+        tensor.spill("tape")
+    tensor.data_ptr()
+    with pytest.raises(NotMovableError, match="handed out by data_ptr"):
+        tensor.spill()
+    with pytest.raises(NotMovableError, match="never moved"):
+        on_device(torch.ones(2)).spill()
+
+
+def test_killed_process_leaves_nothing_for_long(tmp_path: Path) -> None:
+    code = (
+        "import sys, os, signal, torch\n"
+        "from managed_exec.memory.manager import configure\n"
+        "from managed_exec.memory.policy import MemoryPolicy\n"
+        "from managed_exec.tensors.managed import manage\n"
+        "configure(MemoryPolicy(min_bytes=1024, spill_dir=sys.argv[1]))\n"
+        "kept = [manage(torch.ones(1000)).spill('disk') for _ in range(3)]\n"
+        "if sys.argv[2] == 'kill': os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+
+    def run(how: str) -> int:
+        return subprocess.run([sys.executable, "-c", code, str(tmp_path), how], check=False, timeout=90).returncode
+
+    assert run("exit") == 0
+    assert not list(tmp_path.iterdir()), "removed at exit"
+    assert run("kill") == -signal.SIGKILL
+    assert len(files(tmp_path)) == 3
+    tier = DiskTier(tmp_path, None)
+    copy = tier.allocate(1000, pinned=False)
+    assert len(files(tmp_path)) == 1, "the dead process's files are gone, this one's are there"
+    tier.release(copy)
+    other = DiskTier(tmp_path, None)
+    other.release(other.allocate(1000, pinned=False))
+    assert len(list(tmp_path.iterdir())) == 2, "a living process's directory is left alone"
+    del tier, other
+    assert not list(tmp_path.iterdir())
+
+
+def test_policy_is_checked() -> None:
+    for wrong in (
+        {"spill": ("tape",)},
+        {"spill": ("host", "host")},
+        {"host_limit": "much"},
+        {"min_bytes": -1},
+        {"wait_s": -1},
+    ):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            MemoryPolicy(**wrong)
+
+
+def test_one_policy_a_process(small_device: MemoryManager) -> None:
+    kept = on_device(torch.ones(1000))
+    with pytest.raises(ValueError, match="give every pool the same policy"):
+        configure(MemoryPolicy(min_bytes=4096))
+    assert configure(small_device.policy) is small_device
+    del kept
+    assert configure(MemoryPolicy(min_bytes=4096)) is not small_device
+    sim.faults.clear()
