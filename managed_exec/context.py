@@ -114,29 +114,29 @@ class DeviceContext(TorchFunctionMode):
             Exception: what the device reports of the task's work. The thread is back to its old state all the same.
         """
         _thread.context = None
+        current = self._baseline.current_streams()
         try:
             if self.stream is not None:
-                self._synchronize(self.stream)
+                self._synchronize(self.stream, current)
         finally:
             self.stream = None
             pushed, self._pushed = self._pushed, False
-            self._baseline.restore(self if pushed else None)
+            self._baseline.restore(self if pushed else None, current)
 
-    def _synchronize(self, stream: torch.Stream) -> None:
+    def _synchronize(self, stream: torch.Stream, current_streams: Sequence[torch.Stream]) -> None:
         """Wait for the task's *stream*, and for those that are current on the pool's other devices.
 
         The task may have used these by their index. There it shares the default stream with whoever else does, so this
         can wait for more than the task's own work, never for less; and an error there may be anyone's.
         """
         stream.synchronize()
-        for device in self._devices:
+        for current in current_streams:
             try:
-                current = device.current_stream()
-                if current is not None and current != stream and not current.query():
+                if current != stream and not current.query():
                     current.synchronize()
             except torch.AcceleratorError as error:
                 # Tasks bound to that device get this error, and whoever reads a result there.
-                _log.debug("task %d: %r reports %r", self.task_id, device, error)
+                _log.debug("task %d: %s reports %r", self.task_id, current.device, error)
 
     def share(self, result: object, submitter: SubmitterStreams | None) -> None:
         """Keep the result's blocks from being handed out again while the streams that will read them still do.
@@ -261,7 +261,11 @@ class _ThreadState:
                 if stream is not None:
                     self.streams[device.torch_device] = stream
 
-    def restore(self, mode: DeviceContext | None) -> None:
+    def current_streams(self) -> list[torch.Stream]:
+        """Return the calling thread's current streams on the accelerators, in the order of ``streams``."""
+        return [stream for device in self._accelerators if (stream := device.current_stream()) is not None]
+
+    def restore(self, mode: DeviceContext | None, current_streams: Sequence[torch.Stream]) -> None:
         """Bring the calling thread back; *mode* is what ``enter`` pushed."""
         while _len_torch_dispatch_stack() > self._dispatch_modes:
             _pop_torch_dispatch_stack(None)
@@ -282,9 +286,8 @@ class _ThreadState:
         if _is_any_autocast_enabled():
             self._leave_autocast()
         if self._accelerators:
-            for device in self._accelerators:
-                stream = self.streams[device.torch_device]
-                if device.current_stream() != stream:
+            for current, stream in zip(current_streams, self.streams.values(), strict=True):
+                if current != stream:
                     torch.accelerator.set_stream(stream)
             torch.accelerator.set_device_index(self._device_index)
 

@@ -13,6 +13,7 @@ import os
 from typing import NamedTuple, Protocol
 
 import torch
+from torch._C import _accelerator_getStream
 
 from managed_exec.devices import nvml
 
@@ -94,7 +95,7 @@ class AcceleratorDevice:
         return torch.Stream(self.torch_device)
 
     def current_stream(self) -> torch.Stream:
-        return torch.accelerator.current_stream(self._index)
+        return _accelerator_getStream(self._index)  # what torch.accelerator.current_stream calls, after a microsecond
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self._index)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -88,21 +88,42 @@ class MemoryManager:
         return outcome
 
     def _run_once(self, kernel: Kernel[T]) -> T | NoRoom:
-        marked: list[Record] = []
+        records = kernel.records
+        marked: Sequence[Record] = ()
         try:
-            for record in kernel.records:
-                if not self._begin_use(record):
-                    return NoRoom(record.device, record.n_bytes)
-                marked.append(record)
-            if marked:
-                order_streams(marked, kernel.written())
+            if self._mark_if_resident(records):
+                marked = records
+            else:
+                marked = []
+                for record in records:
+                    if not self._begin_use(record):
+                        return NoRoom(record.device, record.n_bytes)
+                    marked.append(record)
+            if records and records[0].in_streams:
+                order_streams(records, kernel.written())
             return kernel()
         except DeviceMemoryError:
             raise
         except torch.OutOfMemoryError as error:
             return NoRoom.of(error, kernel.device())
         finally:
-            self._end_use(marked)
+            with self.table.lock:
+                for record in marked:
+                    record.users -= 1
+                if self.table.waiting:
+                    self.table.changed.notify_all()
+
+    def _mark_if_resident(self, records: Sequence[Record]) -> bool:
+        """Mark all *records* in use if all are resident, as nearly always; return whether they are."""
+        with self.table.lock:
+            for record in records:
+                if record.residency is not Residency.RESIDENT:
+                    return False
+            now = self.table.tick()
+            for record in records:
+                record.users += 1
+                record.last_use = now
+        return True
 
     def _begin_use(self, record: Record) -> bool:
         """Mark *record* in use and make it resident; return False, and do neither, if there is no room for it."""
@@ -119,13 +140,6 @@ class MemoryManager:
         except torch.OutOfMemoryError:
             return False
         return True
-
-    def _end_use(self, records: Iterable[Record]) -> None:
-        with self.table.lock:
-            for record in records:
-                record.users -= 1
-            if self.table.waiting:
-                self.table.changed.notify_all()
 
     # -- what the user asks for -------------------------------------------------------------------------------------
 

@@ -26,7 +26,6 @@ from managed_exec.memory.transfer import (
     copy_in,
     copy_out,
     free_storage,
-    is_accelerator,
 )
 
 _log = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ class Mover:
     def _copied(self, record: Record, names: Sequence[str]) -> tuple[str, Tier, Copy] | None:
         """Copy the bytes of a LEAVING *record* to the first of the named tiers that takes them."""
         for name in names:
-            if name == "host" and not is_accelerator(record.device):
+            if name == "host" and not record.in_streams:
                 continue  # it is there
             tier = self.tiers[name]
             try:

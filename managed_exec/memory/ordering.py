@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import torch
 
 from managed_exec.memory.record import Record
-from managed_exec.memory.transfer import is_accelerator, whole
+from managed_exec.memory.transfer import whole
 
 
 def order_streams(records: Sequence[Record], written: Sequence[Record]) -> None:
     """Make the current streams wait for what other streams do with *records*, which are marked in use."""
     for record in records:
-        if is_accelerator(record.device):
+        if record.in_streams:
             _order(record, torch.accelerator.current_stream(record.device), record in written)
 
 

@@ -35,7 +35,7 @@ class Residency(enum.Enum):
 
 
 class Record:
-    """The state of one managed storage. All fields but the first four are guarded by the manager's lock."""
+    """The state of one managed storage. All fields but the first five are guarded by the manager's lock."""
 
     __slots__ = (
         "__weakref__",
@@ -43,6 +43,7 @@ class Record:
         "copy",
         "device",
         "immovable",
+        "in_streams",
         "last_use",
         "n_bytes",
         "owner",
@@ -59,6 +60,7 @@ class Record:
         self.storage = storage
         self.n_bytes = n_bytes
         self.device = storage.device
+        self.in_streams = self.device.type != "cpu"  # whether its kernels run asynchronously, in streams
         # Every handle refers to this object and nobody else does, so that its reference count counts them.
         self.alive = object()
         self.owner = owner

@@ -42,7 +42,7 @@ def whole(storage: torch.UntypedStorage) -> torch.Tensor:
 def copy_out(record: Record, copy: Copy, streams: CopyStreams) -> None:
     """Fill *copy* with the bytes of the record's storage, which stays as it is."""
     source = whole(record.storage)
-    if not is_accelerator(record.device):
+    if not record.in_streams:
         copy.bytes.copy_(source)
         return
     stream = streams.get(record.device, "out")
@@ -64,7 +64,7 @@ def copy_in(record: Record, copy: Copy) -> None:
     """Fill the record's storage, which has its memory again, from *copy*. The bytes are there when this returns."""
     # A tensor of its own, so no handle's version counter moves: to autograd nothing has changed.
     target = whole(record.storage)
-    if not is_accelerator(record.device):
+    if not record.in_streams:
         target.copy_(copy.bytes)
         return
     # In the current stream, for the memory was just allocated there: an earlier user of it may still be at work.

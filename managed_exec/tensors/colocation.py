@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from managed_exec.memory.record import Record
-from managed_exec.tensors.writes import logged_writes
+from managed_exec.tensors.writes import was_written, write_count
 
 
 class DeviceMismatchError(RuntimeError):
@@ -71,10 +71,10 @@ class Colocated:
 
     def call(self, func: Callable[..., Any]) -> Any:
         """Call *func* and write back what it wrote to operands that were moved."""
-        with logged_writes() as writes:
-            result = func(*self.args, **self.kwargs)
+        before = write_count()
+        result = func(*self.args, **self.kwargs)
         for original, moved in self._moved:
-            if writes.touched(moved):
+            if was_written(moved, before):
                 original.copy_(moved)
             if result is moved:
                 result = original

@@ -27,7 +27,7 @@ from managed_exec.memory.record import Record
 from managed_exec.memory.relief import NoRoom
 from managed_exec.tensors.colocation import Colocated, DeviceMismatchError, meeting_device, tensors_of
 from managed_exec.tensors.schema import written_arguments
-from managed_exec.tensors.writes import logged_writes, note_writes
+from managed_exec.tensors.writes import note_writes, was_written, write_count
 
 T = TypeVar("T")
 _make_subclass = torch.Tensor._make_subclass
@@ -66,17 +66,18 @@ class ManagedTensor(torch.Tensor):
             _export(args[0], func)
         elif func is _SET_DATA:
             _forget(args[0])
-        with DisableTorchFunctionSubclass(), logged_writes() as writes:
-            try:
+        before = write_count()
+        try:
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs) if kwargs else func(*args)
-            except DeviceMemoryError:
+        except DeviceMemoryError:
+            raise
+        except RuntimeError as error:
+            # The call is made again, if it has not changed its operands yet.
+            tensors = tensors_of((*args, *kwargs.values()) if kwargs else args)
+            remedy = _remedy(error, args, kwargs or {}, tensors)
+            if remedy is None or any(was_written(tensor, before) for tensor in tensors):
                 raise
-            except RuntimeError as error:
-                # The call is made again, if it has not changed its operands yet.
-                tensors = tensors_of((*args, *kwargs.values()) if kwargs else args)
-                remedy = _remedy(error, args, kwargs or {}, tensors)
-                if remedy is None or any(writes.touched(tensor) for tensor in tensors):
-                    raise
         return remedy(func)
 
     @classmethod

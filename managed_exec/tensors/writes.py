@@ -1,57 +1,58 @@
-"""What the kernels of a thread have written to since a call began, so that the call can be made again or taken back."""
+"""What the kernels of a thread have written to of late, so that a call can be made again or taken back.
+
+On the way of every call, so it is one number to read; who wrote what is looked at only when a call has failed. Storages
+are known by their address: one that was freed and given to another only makes an answer more careful.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Iterable
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
-
-class Writes:
-    """The tensors that kernels have written to, in order."""
-
-    __slots__ = ("tensors",)
-
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-
-    def touched(self, tensor: torch.Tensor) -> bool:
-        """Return whether anything was written to the storage of *tensor*."""
-        if not self.tensors or tensor.layout is not torch.strided:
-            return any(tensor is written for written in self.tensors)
-        with DisableTorchFunctionSubclass():
-            address = tensor.untyped_storage()._cdata
-            return any(
-                written.layout is torch.strided and written.untyped_storage()._cdata == address
-                for written in self.tensors
-            )
+_REMEMBERED = 1024
 
 
 class _Thread(threading.local):
-    """The logs that are open in the calling thread, outermost first. Set and unset by ``logged_writes``."""
+    """Of the calling thread: how many tensors its kernels have written to, and the storages of the last ones."""
 
-    logs: tuple[Writes, ...] = ()
+    def __init__(self) -> None:
+        self.count = 0
+        self.addresses: deque[int] = deque(maxlen=_REMEMBERED)
 
 
 _thread = _Thread()
 
 
+def write_count() -> int:
+    """Return how many tensors the calling thread's kernels have written to."""
+    return _thread.count
+
+
 def note_writes(tensors: Iterable[torch.Tensor]) -> None:
     """Note that a kernel has written to *tensors*."""
-    for log in _thread.logs:
-        log.tensors.extend(tensors)
+    for tensor in tensors:
+        _thread.count += 1
+        _thread.addresses.append(_address(tensor))
 
 
-@contextmanager
-def logged_writes() -> Iterator[Writes]:
-    """Yield a log of what the calling thread's kernels write to in the block."""
-    log = Writes()
-    before = _thread.logs
-    _thread.logs = (*before, log)
-    try:
-        yield log
-    finally:
-        _thread.logs = before
+def was_written(tensor: torch.Tensor, since: int) -> bool:
+    """Return whether the thread's kernels may have written to the storage of *tensor* since that ``write_count``."""
+    n_writes = _thread.count - since
+    if n_writes == 0:
+        return False
+    if n_writes > _REMEMBERED:
+        return True
+    address = _address(tensor)
+    return any(_thread.addresses[-i] == address for i in range(1, n_writes + 1))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return id(tensor)  # made of several storages; written to as a whole
+    with DisableTorchFunctionSubclass():
+        address: int = tensor.untyped_storage()._cdata
+    return address
