@@ -1,4 +1,4 @@
-"""What README.md says can be run, runs."""
+"""What README.md and the documentation say can be run, runs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+DOCS = ROOT / "docs"
 CI = ROOT / ".ci" / "run"
 
 
-def blocks(language: str) -> Iterator[tuple[int, str]]:
-    """Yield the README's blocks of *language*, each with the number of its first line."""
-    text = README.read_text(encoding="utf-8")
+def blocks(language: str, page: Path = README) -> Iterator[tuple[int, str]]:
+    """Yield the blocks of *language* on *page*, each with the number of its first line."""
+    text = page.read_text(encoding="utf-8")
     for match in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         yield text.count("\n", 0, match.start(1)) + 1, match[1]
 
@@ -28,7 +29,11 @@ def after_the_change(diff: str) -> str:
 
 
 PROGRAMS = {
-    **{f"line {line}": program for line, program in blocks("python")},
+    **{
+        f"{page.stem}, line {line}": program
+        for page in (README, *sorted(DOCS.glob("*.md")))
+        for line, program in blocks("python", page)
+    },
     **{f"line {line}, changed": after_the_change(diff) for line, diff in blocks("diff")},
 }
 

@@ -1,4 +1,4 @@
-"""The operator database on managed tensors gives the CPU's values, wherever the operands are. Minutes; ``pytest -m slow``."""
+"""PyTorch's operator database on managed tensors: the CPU's values, wherever the operands are. For ``-m slow``."""
 
 from __future__ import annotations
 
