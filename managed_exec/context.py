@@ -35,7 +35,7 @@ from torch._C import (
 from torch.overrides import TorchFunctionMode
 
 from managed_exec.devices import Device
-from managed_exec.inheritance import SubmitterStreams
+from managed_exec.inheritance import FRESH_MODES, SubmitterStreams
 from managed_exec.tensors.results import iter_tensors, record_stream
 
 _log = logging.getLogger(__name__)
@@ -74,6 +74,8 @@ class DeviceContext(TorchFunctionMode):
         # neither the mode nor the stream of the task is current, and where one task's wait stops all others.
         _set_multithreading_enabled(False)
         self._baseline = _ThreadState(devices)
+        # What a task that inherits a fresh thread's modes has to be given: nothing, unless an initializer changed ours.
+        self.fresh_modes = None if self._baseline.is_fresh else FRESH_MODES
         self.shares_results = bool(self._baseline.streams)  # whether results need ``share``
         # By position: the device, and whether the mode is needed there.
         self._bindings = [(device.torch_device, self._needs_mode(device.torch_device)) for device in devices]
@@ -248,6 +250,7 @@ class _ThreadState:
     def __init__(self, devices: Sequence[Device]) -> None:
         self._grad_enabled = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
+        self.is_fresh = self._grad_enabled and not self._inference
         self._function_modes = [_get_function_stack_at(i) for i in range(_len_torch_function_stack())]
         self._dispatch_modes = _len_torch_dispatch_stack()
         self._default_device = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)

@@ -45,12 +45,15 @@ class SubmitterModes(NamedTuple):
     def applied(self) -> Iterator[None]:
         """Hold the modes in the calling thread."""
         with ExitStack() as stack:
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
+            if self.inference is not torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
             for device_type, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=self.autocast_cache))
             yield
+
+
+FRESH_MODES = SubmitterModes(True, False, (), True)  # those of a thread in which nothing was changed yet
 
 
 class SubmitterStreams(NamedTuple):

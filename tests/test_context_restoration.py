@@ -100,6 +100,32 @@ def states_around(kind: Kind, vandal: Callable[[], object], **options: object) -
     return states
 
 
+def no_grad_for_good() -> None:
+    torch.set_grad_enabled(False)
+
+
+def inference_for_good() -> None:
+    _kept.append(torch.inference_mode())
+    _kept[-1].__enter__()
+
+
+class TestInitializer:
+    """An initializer changes its thread for good; what a task inherits of its submitter comes first."""
+
+    @pytest.mark.parametrize("initializer", [no_grad_for_good, inference_for_good])
+    def test_submitter_s_modes_hold_in_the_task(self, kind: Kind, initializer: Callable[[], None]) -> None:
+        def modes() -> tuple[bool, bool]:
+            return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+        with kind.pool(max_workers=1, initializer=initializer) as pool:
+            assert pool.submit(modes).result() == (True, False)
+            with torch.no_grad():
+                assert pool.submit(modes).result() == (False, False)
+        with kind.pool(max_workers=1, initializer=initializer, inherit_context=False) as pool:
+            assert pool.submit(modes).result()[0] is False
+        _kept.clear()
+
+
 class TestRestoration:
     @pytest.mark.parametrize("vandal", VANDALS)
     def test_thread_is_as_before(self, kind: Kind, vandal: str) -> None:

@@ -132,13 +132,13 @@ def _run_bound(task: Task, context: DeviceContext, position: int) -> tuple[Any, 
     # long as the error of a failed task lives.
     try:
         context.enter(position, task.id, task.streams)
-        if task.modes is None:
-            if task.context is None:
-                result = task.fn(*task.args, **task.kwargs)
-            else:
-                result = task.context.run(task.fn, *task.args, **task.kwargs)
+        modes = task.modes or context.fresh_modes
+        if task.context is None:  # nothing is inherited
+            result = task.fn(*task.args, **task.kwargs)
+        elif modes is None:
+            result = task.context.run(task.fn, *task.args, **task.kwargs)
         else:
-            with task.modes.applied():  # captured together with the context, if at all
+            with modes.applied():
                 result = task.context.run(task.fn, *task.args, **task.kwargs)
     except BaseException as raised:  # noqa: BLE001 a task may raise anything; all of it belongs to its future
         error = raised
