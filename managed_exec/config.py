@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.scheduling.placement import PLACEMENTS, Placement
 
 
@@ -25,6 +26,23 @@ def checked_placement(placement: str | Placement) -> Placement:
     if not callable(placement):
         raise TypeError(f"placement: expected a name or a function, got {placement!r}")
     return placement
+
+
+def checked_memory(memory: MemoryPolicy | None) -> MemoryPolicy | None:
+    """Return *memory* if it is None or a policy."""
+    if memory is not None and not isinstance(memory, MemoryPolicy):
+        raise TypeError(
+            f"memory: expected a MemoryPolicy or None, got {memory!r}; to bound what spilled tensors take of main "
+            "memory, write MemoryPolicy(host_limit='12GiB')"
+        )
+    return memory
+
+
+def checked_flag(flag: bool, name: str) -> bool:
+    """Return *flag* if it is a ``bool``."""
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name}: expected True or False, got {flag!r}")
+    return flag
 
 
 def _positive(number: int | None, too_small: str, name: str) -> int | None:

@@ -23,7 +23,13 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
-from managed_exec.config import checked_max_workers, checked_placement, checked_tasks_per_device
+from managed_exec.config import (
+    checked_flag,
+    checked_max_workers,
+    checked_memory,
+    checked_placement,
+    checked_tasks_per_device,
+)
 from managed_exec.context import DeviceContext
 from managed_exec.devices import resolve_devices
 from managed_exec.devices.discovery import DeviceLike
@@ -84,6 +90,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         tasks_per_device = checked_tasks_per_device(tasks_per_device)
         place = checked_placement(placement)
         max_workers = checked_max_workers(max_workers)
+        memory = checked_memory(memory)
         self._devices = resolve_devices(devices)
         device_tasks = None if tasks_per_device is None else tasks_per_device * len(self._devices)
         super().__init__(max_workers or device_tasks, thread_name_prefix, initializer, initargs)
@@ -95,7 +102,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         self._tasks = cast("SimpleQueue[Task | None]", self._work_queue)
         self._workers = cast("set[threading.Thread]", self._threads)
         self._thread_initializer = initializer, initargs
-        self._inherit_context = inherit_context
+        self._inherit_context = checked_flag(inherit_context, "inherit_context")
         self._accelerators = tuple(device for device in self._devices if device.is_accelerator)
         # In the worker's own thread; refers to nothing of this object, which may be collected before its workers end.
         self._make_context: Callable[[], DeviceContext] = partial(DeviceContext, self._devices)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from managed_exec import GPUPoolExecutor
+from managed_exec import GPUPoolExecutor, MemoryPolicy
 from managed_exec.config import checked_max_workers, checked_placement, checked_tasks_per_device
 from managed_exec.scheduling.placement import PLACEMENTS, least_loaded, pack, round_robin
 
@@ -71,3 +71,14 @@ def test_a_pool_that_was_not_made_leaves_nothing(options: dict[str, object]) -> 
     """What is wrong fails in the constructor, before any thread; the ``nothing_left`` fixture looks at these."""
     with pytest.raises((TypeError, ValueError)):
         GPUPoolExecutor(**{"devices": "cpu", **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("memory", ["1GB", 5, {"min_bytes": 1}, MemoryPolicy])
+def test_memory_is_a_policy(memory: object) -> None:
+    with pytest.raises(TypeError, match="memory: expected a MemoryPolicy or None"):
+        GPUPoolExecutor(memory=memory)  # type: ignore[arg-type]
+
+
+def test_inherit_context_is_a_bool() -> None:
+    with pytest.raises(TypeError, match="inherit_context: expected True or False, got 'no'"):
+        GPUPoolExecutor(inherit_context="no")  # type: ignore[arg-type]

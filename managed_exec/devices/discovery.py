@@ -82,7 +82,8 @@ def _matching(wanted: DeviceLike, available: tuple[torch.device, ...]) -> list[t
     try:
         device = torch.device(wanted)
     except RuntimeError as error:
-        raise ValueError(f"devices: {wanted!r} is not a device; {_there_is(available)}") from error
+        hint = "; call managed_exec.sim.enable() first" if str(wanted).startswith("sim") else ""
+        raise ValueError(f"devices: {wanted!r} is not a device{hint}; {_there_is(available)}") from error
     if device.type == "cpu":
         if device.index not in (None, 0):
             raise ValueError(f"devices: there is one CPU device, got {wanted!r}; {_there_is(available)}")

@@ -150,7 +150,8 @@ class Relief:
             return True
         if vain < _MAX_VAIN_RERUNS and device_memory(device).free_bytes >= needed_bytes:
             return False  # there is room, by the device's own account; whoever took it for a moment may be done
-        raise DeviceMemoryError(self._report(device, needed_bytes, "nothing that is there can be moved"))
+        reason = "beside the kernel's own operands nothing that is there can be moved"
+        raise DeviceMemoryError(self._report(device, needed_bytes, reason, keep))
 
     def _spill_coldest(
         self, device: torch.device, wanted_bytes: int, keep: Sequence[Record], task: Owner | None
@@ -199,14 +200,15 @@ class Relief:
                 finally:
                     self._table.waiting -= 1
 
-    def _report(self, device: torch.device, wanted_bytes: int, reason: str) -> str:
+    def _report(self, device: torch.device, wanted_bytes: int, reason: str, operands: Sequence[Record] = ()) -> str:
         """Say who holds what on *device*."""
         held: dict[tuple[str, str], int] = {}
         with self._table.lock:
             for record in self._table.live():
                 if record.device == device and record.residency in _ON_DEVICE:
                     name = "no task" if record.owner is None else record.owner.name
-                    key = name, record.obstacle() or "movable"
+                    obstacle = "an operand of the kernel" if record in operands else record.obstacle()
+                    key = name, obstacle or "movable"
                     held[key] = held.get(key, 0) + record.n_bytes
         memory = device_memory(device)
         lines = [

@@ -64,7 +64,7 @@ class DeviceLoads:
         Raises:
             PlacementError: the placement raised, or did not return the position of a device it was offered.
         """
-        if len(self._running) == 1:  # nothing to choose, and no more workers than it takes tasks
+        if len(self._running) == 1 and self._trusted:  # nothing to choose, and no more workers than it takes tasks
             with self._lock:
                 self._running[0] += 1
             return 0

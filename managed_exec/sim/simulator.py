@@ -153,7 +153,8 @@ def _check_nothing_live(backend: Backend) -> None:
     if any(live):
         held = ", ".join(f"sim:{i} {format_bytes(n)} ({n} bytes)" for i, n in enumerate(live) if n)
         raise SimulatorBusyError(
-            f"the simulator cannot be changed while simulated memory is in use: {held}; drop those tensors first"
+            f"the simulator cannot be changed while simulated memory is in use: {held}; drop those tensors first, "
+            "also those in results, futures and exceptions that you hold"
         )
 
 

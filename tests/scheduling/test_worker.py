@@ -391,3 +391,9 @@ class TestPlacement:
         assert [isinstance(failure, ZeroDivisionError) for failure in failures] == [i % 3 == 0 for i in range(300)]
         assert all(isinstance(failure, ZeroDivisionError) or failure is None for failure in failures)
         assert max(most) <= 2
+
+
+@pytest.mark.parametrize("answer", [7, None, torch.device("cpu")])
+def test_wrong_placement_is_noticed_with_one_device_too(answer: object) -> None:
+    with GPUPoolExecutor(1, devices="cpu", placement=lambda devices, request: answer) as pool:
+        assert isinstance(pool.submit(abs, 1).exception(), PlacementError)

@@ -5,6 +5,7 @@
     operands.py           the same operands on another device: strides, aliases and gradients kept
     compare.py            values, dtypes and shapes of two results
     modes.py              what is done with an operator: forward, backward; the base for further modes
+    managed.py            modes with managed operands: resident, spilled, split over devices, allocations failing
     runner.py             one forked child an operator, so that a crash or a hang is counted and not fatal
     expected_failures.py  the only place where a failure is excused, with its reason
     conformance.py        for a pytest file: start the runner, judge its records by the table
@@ -13,6 +14,6 @@ Run by hand, from the root of the repository::
 
     python -m tests.sim.op_db --device sim --mode forward --only add
 
-Every module imports its neighbours relatively, because pytest sees this package as ``op_db`` and the command line as
-``tests.sim.op_db``.
+Every module imports its neighbours relatively, because pytest sees this package as ``sim.op_db`` and the command line
+as ``tests.sim.op_db``.
 """
