@@ -44,6 +44,8 @@ _log = logging.getLogger(__name__)
 # without a list.
 _TO = torch.Tensor.to
 _CUDA = torch.Tensor.cuda
+# The calls in which autograd runs code of the user's.
+_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
 class _Thread(threading.local):
@@ -169,6 +171,8 @@ class DeviceContext(TorchFunctionMode):
         # On the way of every torch call of a task, so the common case is decided by three cheap tests.
         if _len_torch_function_stack():
             return self._call_below_default_device(func, args, kwargs)
+        if func in _BACKWARD:
+            return self._call_backward(func, args, kwargs)
         if func is _TO or func is _CUDA:
             return self._call_to(func, args, kwargs)
         if not kwargs:
@@ -218,6 +222,27 @@ class DeviceContext(TorchFunctionMode):
             # On a GPU the result never shares memory with a tensor of the host, and programs write to it in place.
             kwargs["copy"] = True
         return _TO(tensor, **kwargs)
+
+    def _call_backward(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+        """Run a backward pass with this mode in force for the user's code in it.
+
+        A mode is off while it handles a call, and so would be for hooks, custom functions and recomputed checkpoints. It
+        cannot be on when the call begins, or the call would come here again; so the first node of the graph turns it on.
+        """
+        thread = threading.get_ident()
+
+        def turn_on(_: Any) -> None:
+            if threading.get_ident() == thread and not _len_torch_function_stack():
+                _push_on_torch_function_stack(self)
+
+        roots = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+        hooks = [root.grad_fn.register_prehook(turn_on) for root in roots if getattr(root, "grad_fn", None) is not None]
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            for hook in hooks:
+                hook.remove()
+            _pop_all_function_modes()  # whatever is there was pushed meanwhile; torch puts back what was before
 
     def _call_below_default_device(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None

@@ -110,7 +110,11 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             self._make_context = partial(ManagedContext, self._devices, configure(memory))
         self._loads = DeviceLoads(self._devices, tasks_per_device, place)
         self._sampler: DeviceSampler | None = None  # runs from the first submit on, where there is a choice of devices
-        self._idle_workers: deque[None] = deque()
+        # Tasks submitted and not yet known to be done with, and those done with since; the first is guarded by the
+        # shutdown lock. A thread is started when there are more tasks than threads: counting idle threads instead
+        # would miss one that has just been given a task and has not taken it yet.
+        self._unfinished = 0
+        self._done_with: deque[None] = deque()
         self._task_ids = itertools.count()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
@@ -139,11 +143,12 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             if stock._shutdown:
                 raise RuntimeError("cannot schedule new futures after interpreter shutdown")
             self._tasks.put(task)
-            try:
-                self._idle_workers.pop()
-            except IndexError:
-                if len(self._workers) < self._max_threads:
-                    self._start_worker()
+            while self._done_with:
+                self._done_with.pop()
+                self._unfinished -= 1
+            self._unfinished += 1
+            if self._unfinished > len(self._workers) < self._max_threads:
+                self._start_worker()
         return task.future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -173,7 +178,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         worker = Worker(
             weakref.ref(self, wake_all),
             tasks,
-            self._idle_workers,
+            self._done_with,
             self._make_context,
             self._loads,
             *self._thread_initializer,

@@ -221,7 +221,7 @@ class TestWorkers:
         with kind.pool(max_workers=8) as pool:
             for _ in range(20):
                 pool.submit(abs, 1).result()
-                assert eventually(lambda: pool._idle_workers)
+                assert eventually(lambda: pool._done_with)
             assert len(pool._threads) == 1
 
     def test_as_many_tasks_as_workers_run_at_once(self, kind: Kind) -> None:

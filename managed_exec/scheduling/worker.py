@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import thread as stock
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -43,7 +43,7 @@ class Worker:
         self,
         owner: weakref.ref[WorkerOwner],
         tasks: SimpleQueue[Task | None],
-        idle_workers: deque[None],
+        done_with: deque[None],
         make_context: Callable[[], DeviceContext],
         loads: DeviceLoads,
         initializer: Callable[..., object] | None,
@@ -51,9 +51,8 @@ class Worker:
     ) -> None:
         self._owner = owner
         self._tasks = tasks
-        # One entry for each worker about to wait. A deque, for its append and pop are atomic: submit takes an entry
-        # instead of starting a thread.
-        self._idle_workers = idle_workers
+        # One entry for each task done with, until the next submit counts it. A deque, for its append is atomic.
+        self._done_with = done_with
         self._make_context = make_context
         self._loads = loads
         self._initializer = initializer
@@ -74,14 +73,11 @@ class Worker:
         try:
             context = self._make_context()
             while True:
-                try:
-                    task = self._tasks.get_nowait()
-                except Empty:
-                    self._idle_workers.append(None)
-                    task = self._tasks.get()
+                task = self._tasks.get()
                 if task is not None:
                     self._run_task(task, context)
                     del task  # or the task would live until the next one comes
+                    self._done_with.append(None)
                 elif self._must_exit():
                     self._tasks.put(None)  # for the next worker
                     return
@@ -146,7 +142,7 @@ def _run_bound(task: Task, context: DeviceContext, position: int) -> tuple[Any, 
         context.leave()
         if context.shares_results:
             context.share(result, task.streams)
-    except Exception as raised:  # noqa: BLE001 likewise
+    except BaseException as raised:  # noqa: BLE001 likewise; containers in a result run code of the user's
         result = None
         if error is None:
             error = raised
