@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ from torch.overrides import TorchFunctionMode
 
 from managed_exec.devices import Device
 from managed_exec.inheritance import FRESH_MODES, SubmitterStreams
+from managed_exec.tensors.backward import BACKWARD_CALLS, run_backward
+from managed_exec.tensors.managed import ManagedTensor
 from managed_exec.tensors.results import iter_tensors, record_stream
 
 _log = logging.getLogger(__name__)
@@ -44,8 +47,6 @@ _log = logging.getLogger(__name__)
 # without a list.
 _TO = torch.Tensor.to
 _CUDA = torch.Tensor.cuda
-# The calls in which autograd runs code of the user's.
-_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
 class _Thread(threading.local):
@@ -148,6 +149,8 @@ class DeviceContext(TorchFunctionMode):
         These are the ones this thread and the submitter had current on the devices: most often the default streams.
         """
         for tensor in iter_tensors(result):
+            if isinstance(tensor, ManagedTensor) and tensor.is_registered:
+                continue  # its next kernel sees to the order, wherever it runs; until then it may be anywhere
             if tensor.device in self._baseline.streams:
                 readers = {self._baseline.streams[tensor.device]}
                 if submitter is not None:
@@ -171,8 +174,8 @@ class DeviceContext(TorchFunctionMode):
         # On the way of every torch call of a task, so the common case is decided by three cheap tests.
         if _len_torch_function_stack():
             return self._call_below_default_device(func, args, kwargs)
-        if func in _BACKWARD:
-            return self._call_backward(func, args, kwargs)
+        if func in BACKWARD_CALLS:
+            return run_backward(func, args, kwargs or {}, self._on)
         if func is _TO or func is _CUDA:
             return self._call_to(func, args, kwargs)
         if not kwargs:
@@ -223,26 +226,14 @@ class DeviceContext(TorchFunctionMode):
             kwargs["copy"] = True
         return _TO(tensor, **kwargs)
 
-    def _call_backward(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
-        """Run a backward pass with this mode in force for the user's code in it.
-
-        A mode is off while it handles a call, and so would be for hooks, custom functions and recomputed checkpoints. It
-        cannot be on when the call begins, or the call would come here again; so the first node of the graph turns it on.
-        """
-        thread = threading.get_ident()
-
-        def turn_on(_: Any) -> None:
-            if threading.get_ident() == thread and not _len_torch_function_stack():
-                _push_on_torch_function_stack(self)
-
-        roots = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-        hooks = [root.grad_fn.register_prehook(turn_on) for root in roots if getattr(root, "grad_fn", None) is not None]
+    @contextmanager
+    def _on(self) -> Iterator[None]:
+        """Have the mode on in the block, in a call that it handles and is therefore off for."""
+        _push_on_torch_function_stack(self)
         try:
-            return func(*args, **(kwargs or {}))
+            yield
         finally:
-            for hook in hooks:
-                hook.remove()
-            _pop_all_function_modes()  # whatever is there was pushed meanwhile; torch puts back what was before
+            _pop_all_function_modes()  # what the call found here was nothing, and torch puts this mode back itself
 
     def _call_below_default_device(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None

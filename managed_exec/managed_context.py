@@ -17,10 +17,13 @@ from managed_exec.devices import Device
 from managed_exec.inheritance import SubmitterStreams
 from managed_exec.memory import owner as ownership
 from managed_exec.memory.manager import MemoryManager
+from managed_exec.memory.manager import manager as process_manager
 from managed_exec.memory.owner import Owner
 from managed_exec.memory.relief import NoRoom
+from managed_exec.tensors.backward import BACKWARD_CALLS
 from managed_exec.tensors.colocation import tensors_of
-from managed_exec.tensors.managed import ManagedTensor, manage, or_no_room
+from managed_exec.tensors.kernel import or_no_room
+from managed_exec.tensors.managed import ManagedTensor, manage
 
 _COMPATIBLE = torch._has_compatible_shallow_copy_type
 
@@ -30,10 +33,11 @@ class ManagedContext(DeviceContext):
 
     def __init__(self, devices: Sequence[Device], manager: MemoryManager) -> None:
         super().__init__(devices)
-        self._manager = manager
+        self._manager = manager  # the process's; another pool may have had it made anew since the last task
         self._owner: Owner | None = None  # between enter and leave
 
     def enter(self, position: int, task_id: int, submitter: SubmitterStreams | None) -> None:
+        self._manager = process_manager()
         self._owner = ownership.thread.owner = Owner(f"task {task_id}")
         super().enter(position, task_id, submitter)
 
@@ -59,13 +63,19 @@ class ManagedContext(DeviceContext):
         if func is _COMPATIBLE and any(isinstance(arg, ManagedTensor) for arg in args):
             return False  # or a module takes over the memory of a managed parameter, and not the handle
         call = functools.partial(super().__torch_function__, func, types, args, kwargs)
+        if func in BACKWARD_CALLS:
+            return call()
         if any(isinstance(tensor, ManagedTensor) for tensor in tensors_of(args)):
             return self._adopt(call(), func, args)  # the managed operands' own function level sees to the rest
-        result = or_no_room(call, self._allocates_on(args, kwargs or {}))
+        device = self._allocates_on(args, kwargs or {})
+        table = self._manager.table
+        result = or_no_room(call, device, table)
         if isinstance(result, NoRoom):
-            device = result.device
-            result = self._manager.relief.rerun(lambda: or_no_room(call, device), result)
-        return self._adopt(result, func, args)
+            result = self._manager.relief.rerun(lambda: or_no_room(call, device, table), result)
+        try:
+            return self._adopt(result, func, args)
+        finally:
+            table.land()
 
     def _allocates_on(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
         """Return the device that a call allocates on: the one it is told, else its operands', else the task's."""

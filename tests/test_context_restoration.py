@@ -33,7 +33,8 @@ class Dispatch(TorchDispatchMode):
 
 
 def pop_the_context_s_mode() -> None:
-    torch._C._pop_torch_function_stack()
+    if torch._C._len_torch_function_stack():  # on CUDA there is none
+        torch._C._pop_torch_function_stack()
 
 
 def pop_everything_and_push_another() -> None:

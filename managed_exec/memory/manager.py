@@ -79,6 +79,8 @@ class MemoryManager:
     def run(self, kernel: Kernel[T]) -> T:
         """Run *kernel* with all its operands resident; make room if there is none.
 
+        The kernel is still in flight when this returns: ``table.land()`` is due once its results are registered.
+
         Raises:
             DeviceMemoryError: there is no room and none can be made; the text lists who holds what.
         """
@@ -90,6 +92,8 @@ class MemoryManager:
     def _run_once(self, kernel: Kernel[T]) -> T | NoRoom:
         records = kernel.records
         marked: Sequence[Record] = ()
+        landed = False
+        self.table.take_off()
         try:
             if self._mark_if_resident(records):
                 marked = records
@@ -101,7 +105,8 @@ class MemoryManager:
                     marked.append(record)
             if records and records[0].in_streams:
                 order_streams(records, kernel.written())
-            return kernel()
+            result = kernel()
+            landed = True  # by the caller, once the results are registered
         except DeviceMemoryError:
             raise
         except torch.OutOfMemoryError as error:
@@ -110,8 +115,11 @@ class MemoryManager:
             with self.table.lock:
                 for record in marked:
                     record.users -= 1
+                if not landed:
+                    self.table.in_flight -= 1
                 if self.table.waiting:
                     self.table.changed.notify_all()
+        return result
 
     def _mark_if_resident(self, records: Sequence[Record]) -> bool:
         """Mark all *records* in use if all are resident, as nearly always; return whether they are."""
@@ -180,12 +188,17 @@ class MemoryManager:
             DeviceMemoryError: there is no room and none can be made.
         """
         self.run(_Touch(record))
+        self.table.land()
 
     def pin(self, record: Record) -> None:
         """Bring *record* back and keep it where it is until as many ``unpin``."""
         with self.table.lock:
             record.pins += 1
-        self.unspill(record)
+        try:
+            self.unspill(record)
+        except BaseException:
+            self.unpin(record)
+            raise
 
     def unpin(self, record: Record) -> None:
         """Undo one ``pin``.

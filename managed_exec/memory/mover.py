@@ -15,6 +15,8 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
+
 from managed_exec.errors import TierFullError
 from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.memory.record import Record, Residency
@@ -60,6 +62,7 @@ class Mover:
             with self._table.lock:
                 # Somebody may have made a plain alias, pinned it or exported its memory while the copy was made.
                 moved = copied is not None and record.obstacle() is None
+                record.residency = Residency.RESIDENT  # until the memory is freed
                 if copied is not None and moved:
                     name, tier, copy = copied
                     free_storage(record)
@@ -70,8 +73,6 @@ class Mover:
                     record.residency = tier.residency
                     self.spilled_bytes[name] += record.n_bytes
                     self.spilled_count[name] += 1
-                else:
-                    record.residency = Residency.RESIDENT
                 self._table.changed.notify_all()
         if copied is not None and not moved:
             copied[1].release(copied[2])
@@ -119,6 +120,8 @@ class Mover:
                     record.copy = None
                     release, record.release_copy = record.release_copy, None
                     record.users += 1
+                    # The bytes are there; but the memory is this stream's, to the allocator, and others must say so.
+                    record.writer = torch.accelerator.current_stream(record.device) if record.in_streams else None
                     record.residency = Residency.RESIDENT
                     self.unspilled_bytes[back_to.value] += record.n_bytes
                     self.unspilled_count[back_to.value] += 1

@@ -24,7 +24,7 @@ def order_streams(records: Sequence[Record], written: Sequence[Record]) -> None:
 
 def _order(record: Record, stream: torch.Stream, writes: bool) -> None:
     if record.writer is None:
-        record.writer = stream  # new, or just brought back: nothing is under way
+        record.writer = stream
     elif record.writer != stream and (writes or stream not in record.readers):
         stream.wait_stream(record.writer)
         # Or the allocator, which knows the storage as the first stream's, would give it away while this one reads.

@@ -11,6 +11,7 @@ A plain alias, or a storage that C++ code holds, makes the count larger, and the
 from __future__ import annotations
 
 import enum
+import functools
 import sys
 from typing import Any
 
@@ -18,6 +19,24 @@ import torch
 from torch._C import _storage_Use_Count
 
 from managed_exec.memory.owner import Owner
+
+
+class _Holder:
+    """Holds a storage as a record does."""
+
+    storage: torch.UntypedStorage
+
+
+@functools.cache
+def _storage_references() -> int:
+    """Return what ``sys.getrefcount`` says of a storage that a record holds and nobody else.
+
+    Measured once, for whether torch itself has a reference to the object depends on its version.
+    """
+    tensor = torch.empty(1, device="cpu")
+    holder = _Holder()
+    holder.storage = tensor.untyped_storage()
+    return sys.getrefcount(holder.storage)
 
 
 class Residency(enum.Enum):
@@ -72,8 +91,13 @@ class Record:
         self.copy: Any = None  # the bytes in a tier; None while RESIDENT or LEAVING
         self.release_copy: Any = None  # the finalizer that drops the copy if the record dies first
         # Streams of the device: that of the last kernel that wrote, and those of kernels that have read since.
-        self.writer: torch.Stream | None = None
+        # A new storage was most likely written, or is being written, by a kernel of the stream that is current here.
+        self.writer: torch.Stream | None = torch.accelerator.current_stream(self.device) if self.in_streams else None
         self.readers: set[torch.Stream] = set()
+
+    def note_size(self) -> None:
+        """Note the size of the storage, which a kernel may have changed; it is resident, for a kernel used it."""
+        self.n_bytes = self.storage.nbytes()
 
     def handles(self) -> int:
         """Return the number of live managed tensors on the storage."""
@@ -87,6 +111,10 @@ class Record:
             return "pinned"
         if self.users:
             return "in use by a kernel"
+        if not self.storage.resizable():
+            return "torch cannot free its memory, which comes from elsewhere"
+        if sys.getrefcount(self.storage) != _storage_references():
+            return "somebody holds its storage"
         references = _storage_Use_Count(self.storage._cdata)
         if references != self.handles() + 1:
             return "a plain tensor, or other code, shares its memory"

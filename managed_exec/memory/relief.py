@@ -146,8 +146,9 @@ class Relief:
             # What the allocator keeps for reuse may be in the wrong pieces.
             torch.accelerator.memory.empty_cache()
             return False
-        if self._wait_for_others(device, keep, task) and self._spill_coldest(device, wanted_bytes, keep, task):
-            return True
+        if self._wait_for_others(device, keep, task):
+            self._spill_coldest(device, wanted_bytes, keep, task)
+            return True  # if another was faster, there is something else now
         if vain < _MAX_VAIN_RERUNS and device_memory(device).free_bytes >= needed_bytes:
             return False  # there is room, by the device's own account; whoever took it for a moment may be done
         reason = "beside the kernel's own operands nothing that is there can be moved"
@@ -185,6 +186,7 @@ class Relief:
         """
         deadline = time.monotonic() + self._policy.wait_s
         with self._table.lock:
+            landed = self._table.landed
             while True:
                 others = [r for r in self._table.live() if r.device == device and r not in keep]
                 others = [r for r in others if r.residency in _ON_DEVICE]
@@ -192,7 +194,10 @@ class Relief:
                     return True
                 in_flight = any(r.users or r.residency in _IN_COPY for r in others)
                 held = any(r.owner is not None and r.owner is not task and not r.owner.finished for r in others)
-                if not in_flight and (not held or time.monotonic() >= deadline):
+                unregistered = self._table.in_flight > 0  # this thread has none: its kernel has found no room
+                if not in_flight and not unregistered and landed != self._table.landed:
+                    return True  # what was in flight is down, and what it made may have gone already
+                if not in_flight and (not (held or unregistered) or time.monotonic() >= deadline):
                     return False
                 self._table.waiting += 1
                 try:

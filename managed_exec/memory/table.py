@@ -21,9 +21,12 @@ class RecordTable:
 
     def __init__(self, min_bytes: int) -> None:
         self._min_bytes = min_bytes
-        self.lock = threading.Lock()
+        # Reentrant: the collector may run a destructor that uses a managed tensor while this thread has the lock.
+        self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self.waiting = 0  # threads that wait for kernels to end; guarded by the lock, as the clock
+        self.waiting = 0  # threads that wait for kernels to end; guarded by the lock, as the next three
+        self.in_flight = 0  # kernels whose memory may have no record yet
+        self.landed = 0  # kernels that have ended
         self._clock = 0
         # By the storage's address; entries go with their record. Changed without the lock by the record's death alone.
         self._records: dict[int, weakref.ref[Record]] = {}
@@ -44,6 +47,19 @@ class RecordTable:
                 record.last_use = self.tick()
                 self._records[address] = weakref.ref(record, self._forgetter(address))
         return record
+
+    def take_off(self) -> None:
+        """Count a kernel that is in flight: it may have memory that has no record yet."""
+        with self.lock:
+            self.in_flight += 1
+
+    def land(self) -> None:
+        """Count a kernel that has ended: what it made has a record, or is gone."""
+        with self.lock:
+            self.in_flight -= 1
+            self.landed += 1
+            if self.waiting:
+                self.changed.notify_all()
 
     def tick(self) -> int:
         """Advance the clock of uses and return its reading. The lock is held."""

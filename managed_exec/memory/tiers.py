@@ -88,7 +88,7 @@ class HostTier:
         charged = 1 << (n_bytes - 1).bit_length() if pinned else n_bytes
         self._budget.take(charged)
         try:
-            return Copy(torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pinned), charged)
+            return Copy(torch.empty(n_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned), charged)
         except RuntimeError as error:  # main memory itself is used up
             self._budget.give_back(charged)
             raise TierFullError(f"main memory has no {format_bytes(charged)} left") from error
@@ -114,8 +114,9 @@ class DiskTier:
     def __init__(self, directory: str | Path | None, limit_bytes: int | None) -> None:
         self._parent = Path(directory or tempfile.gettempdir())
         self._budget = _Budget("disk", limit_bytes)
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = threading.Lock()  # guards the three below
         self._directory: Path | None = None
+        self._pid = os.getpid()  # of the process that made the directory
         self._names = 0
 
     def allocate(self, n_bytes: int, *, pinned: bool) -> Copy:
@@ -133,7 +134,7 @@ class DiskTier:
             self._budget.give_back(n_bytes)
             raise TierFullError(f"cannot write {format_bytes(n_bytes)} below {self._parent}: {error}") from error
         assert isinstance(storage, torch.UntypedStorage)
-        return Copy(torch.empty(0, dtype=torch.uint8).set_(storage), n_bytes, path)
+        return Copy(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage), n_bytes, path)
 
     def release(self, copy: Copy) -> None:
         assert copy.path is not None
@@ -146,13 +147,14 @@ class DiskTier:
 
     def _new_path(self) -> Path:
         with self._lock:
-            if self._directory is None:
+            if self._directory is None or self._pid != os.getpid():  # a forked child has a directory of its own
                 self._parent.mkdir(parents=True, exist_ok=True)
                 remove_abandoned(self._parent)
-                self._directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))
-                lock_file = open(self._directory / _LOCK_NAME, "wb")  # noqa: SIM115 held as long as the tier lives
+                directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))
+                lock_file = open(directory / _LOCK_NAME, "wb")  # noqa: SIM115 held as long as the tier lives
                 fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                weakref.finalize(self, _remove_directory, self._directory, lock_file, os.getpid())
+                weakref.finalize(self, _remove_directory, directory, lock_file, os.getpid())
+                self._directory, self._pid = directory, os.getpid()
             self._names += 1
             return self._directory / f"{self._names}"
 

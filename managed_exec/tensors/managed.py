@@ -18,14 +18,16 @@ from contextlib import contextmanager
 from typing import Any, SupportsIndex, TypeVar, cast
 
 import torch
-from torch._C import DisableTorchFunctionSubclass, _DisableTorchDispatch
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, _DisableTorchDispatch, _EnableTorchFunction
 
 from managed_exec.errors import DeviceMemoryError, NotMovableError
 from managed_exec.memory.manager import MemoryManager, manager
 from managed_exec.memory.owner import Owner
 from managed_exec.memory.record import Record
 from managed_exec.memory.relief import NoRoom
+from managed_exec.tensors.backward import BACKWARD_CALLS, run_backward
 from managed_exec.tensors.colocation import Colocated, DeviceMismatchError, meeting_device, tensors_of
+from managed_exec.tensors.kernel import OperatorCall, or_no_room, written_tensors
 from managed_exec.tensors.schema import written_arguments
 from managed_exec.tensors.writes import note_writes, was_written, write_count
 
@@ -64,12 +66,13 @@ class ManagedTensor(torch.Tensor):
     ) -> Any:
         if func in _EXPORTS:
             _export(args[0], func)
-        elif func is _SET_DATA:
-            _forget(args[0])
+        elif func in BACKWARD_CALLS:
+            with DisableTorchFunctionSubclass():
+                return run_backward(func, args, kwargs or {}, _EnableTorchFunction)
         before = write_count()
         try:
             with DisableTorchFunctionSubclass():
-                return func(*args, **kwargs) if kwargs else func(*args)
+                result = func(*args, **kwargs) if kwargs else func(*args)
         except DeviceMemoryError:
             raise
         except RuntimeError as error:
@@ -78,6 +81,10 @@ class ManagedTensor(torch.Tensor):
             remedy = _remedy(error, args, kwargs or {}, tensors)
             if remedy is None or any(was_written(tensor, before) for tensor in tensors):
                 raise
+        else:
+            if func == _SET_DATA:
+                _forget(args[0])
+            return result
         return remedy(func)
 
     @classmethod
@@ -88,7 +95,12 @@ class ManagedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        # Below autograd there is no function level, whoever has switched it on above (see tensors.backward).
+        with DisableTorchFunction():
+            return cls._dispatch(func, args, kwargs or {})
+
+    @classmethod
+    def _dispatch(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         keeper = manager()
         records: list[Record] = []
         for value in (*args, *kwargs.values()) if kwargs else args:
@@ -104,17 +116,22 @@ class ManagedTensor(torch.Tensor):
                             records.append(record)
         owner = records[0].owner if records else None
         try:
-            result = keeper.run(_Kernel(func, args, kwargs, records))
+            result = keeper.run(OperatorCall(func, args, kwargs, records))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            target = meeting_device(tensors_of((*args, *kwargs.values())), records, _written(func, args, kwargs))
+            target = meeting_device(tensors_of((*args, *kwargs.values())), records, written_tensors(func, args, kwargs))
             if target is None:
                 raise
             raise DeviceMismatchError(target, str(error)) from error
-        if written_arguments(func):
-            note_writes(_written(func, args, kwargs))
-        return _wrap(result, keeper, owner)
+        try:
+            if written_arguments(func):
+                written = written_tensors(func, args, kwargs)
+                note_writes(written)
+                _refresh(func, written)
+            return _wrap(result, keeper, owner)
+        finally:
+            keeper.table.land()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is not readable
         plain = plain_copy(self, torch.device("cpu"))
@@ -156,6 +173,11 @@ class ManagedTensor(torch.Tensor):
             copied.grad = copy.deepcopy(self.grad, memo)
         memo[id(self)] = copied
         return cast("ManagedTensor", copied)
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the memory manager has a record of the storage: it may move."""
+        return self._record is not None
 
     # -- residency --------------------------------------------------------------------------------------------------
 
@@ -252,9 +274,7 @@ def _remedy(
         if device is None:
             return None
         no_room = NoRoom.of(error, device)
-        return lambda func: manager().relief.rerun(
-            lambda: or_no_room(functools.partial(_call_below, func, *args, **kwargs), no_room.device), no_room
-        )
+        return lambda func: _rerun(functools.partial(_call_below, func, *args, **kwargs), no_room)
     if isinstance(error, DeviceMismatchError):
         target: torch.device | None = error.target
     else:
@@ -265,14 +285,11 @@ def _remedy(
     return lambda func: Colocated(args, kwargs, place).call(functools.partial(_call_below, func))
 
 
-def or_no_room(call: Callable[[], T], device: torch.device) -> T | NoRoom:
-    """Return what *call* returns, or that it has found no room on *device*."""
-    try:
-        return call()
-    except DeviceMemoryError:
-        raise
-    except torch.OutOfMemoryError as error:
-        return NoRoom.of(error, device)
+def _rerun(call: Callable[[], T], no_room: NoRoom) -> T:
+    keeper = manager()
+    result = keeper.relief.rerun(lambda: or_no_room(call, no_room.device, keeper.table), no_room)
+    keeper.table.land()
+    return result
 
 
 def _call_below(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -282,36 +299,6 @@ def _call_below(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _record_of_any(tensor: torch.Tensor) -> Record | None:
     return _record_of(tensor) if isinstance(tensor, ManagedTensor) else None
-
-
-class _Kernel:
-    """One call of an operator, as the memory manager runs it: as often as needed, until there is room."""
-
-    __slots__ = ("args", "func", "kwargs", "records")
-
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], records: list[Record]) -> None:
-        self.func = func
-        self.args = args
-        self.kwargs = kwargs
-        self.records = records
-
-    def __call__(self) -> Any:
-        with _DisableTorchDispatch():
-            return self.func(*self.args, **self.kwargs)
-
-    def written(self) -> list[Record]:
-        found = []
-        for tensor in _written(self.func, self.args, self.kwargs):
-            if isinstance(tensor, ManagedTensor) and tensor._record is not None:
-                found.append(tensor._record)
-        return found
-
-    def device(self) -> torch.device:
-        """Where the kernel allocates: the device it is told, else that of its first operand."""
-        wanted = self.kwargs.get("device")
-        if wanted is not None:
-            return torch.device(wanted)
-        return self.records[0].device if self.records else tensors_of(self.args)[0].device
 
 
 def _plain_alias(tensor: ManagedTensor) -> torch.Tensor:
@@ -326,16 +313,6 @@ def plain_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         copied.copy_(tensor)
     return copied
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that the operator writes to."""
-    names = written_arguments(func)
-    if not names:
-        return []
-    return tensors_of(
-        [value for i, value in enumerate(args) if i in names] + [v for name, v in kwargs.items() if name in names]
-    )
 
 
 def _record_of(tensor: ManagedTensor) -> Record | None:
@@ -360,8 +337,17 @@ def _register(handle: ManagedTensor, tensor: torch.Tensor, keeper: MemoryManager
             handle._alive = record.alive
 
 
+def _refresh(func: Any, written: list[torch.Tensor]) -> None:
+    """Note what a kernel that writes may have changed besides the bytes: the storage, or its size."""
+    for tensor in written:
+        if func.overloadpacket is torch.ops.aten.set_:
+            _forget(tensor)
+        elif isinstance(tensor, ManagedTensor) and tensor._record is not None:
+            tensor._record.note_size()
+
+
 def _forget(tensor: Any) -> None:
-    """Have *tensor* looked up again: it is being given another storage."""
+    """Have *tensor* looked up again: it has been given another storage."""
     if isinstance(tensor, ManagedTensor):
         tensor._known = False
         tensor._record = tensor._alive = None
