@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 import weakref
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -223,6 +224,39 @@ class TestWorkers:
                 pool.submit(abs, 1).result()
                 assert eventually(lambda: pool._done_with)
             assert len(pool._threads) == 1
+
+    def test_thread_is_started_for_each_task_that_waits(self, kind: Kind) -> None:
+        """A thread that is only just starting is not an idle one: tasks that wait for each other all get to run."""
+        first, slow = threading.Event(), threading.Event()
+
+        def initialize() -> None:
+            if first.is_set():
+                slow.wait(WAIT_S)
+            first.set()
+
+        together = threading.Barrier(3)
+        with kind.pool(max_workers=3, initializer=initialize) as pool:
+            futures = [pool.submit(together.wait, WAIT_S) for _ in range(3)]
+            assert len(pool._threads) == 3
+            slow.set()
+            assert sorted(future.result(WAIT_S) for future in futures) == [0, 1, 2]
+
+    def test_result_whose_reading_ends_the_thread(self, accelerator: Kind) -> None:
+        """Looking for tensors in a result runs the code of its containers."""
+
+        class Lazy(Mapping[str, object]):
+            def __getitem__(self, key: str) -> object:
+                sys.exit(3)
+
+            def __iter__(self) -> Iterator[str]:
+                return iter("a")
+
+            def __len__(self) -> int:
+                return 1
+
+        with accelerator.pool(max_workers=1) as pool:
+            assert isinstance(pool.submit(Lazy).exception(WAIT_S), SystemExit)
+            assert pool.submit(abs, -1).result(WAIT_S) == 1
 
     def test_as_many_tasks_as_workers_run_at_once(self, kind: Kind) -> None:
         together = threading.Barrier(12)

@@ -1,0 +1,134 @@
+"""Code of the user's that autograd runs in a backward pass: on the task's device, and once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import Kind
+
+from managed_exec import MemoryPolicy, current_task, sim
+from managed_exec.errors import NotMovableError
+
+POLICY = MemoryPolicy(min_bytes=1024, wait_s=5)
+
+
+class AddOnes(torch.autograd.Function):
+    """Doubles; its backward adds ones that it makes on the bare "cuda"."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2 + torch.ones(gradient.shape, device="cuda")
+
+
+def leaf(elements: int = 3) -> torch.Tensor:
+    return torch.ones(elements, device="cuda", requires_grad=True)
+
+
+def in_custom_function() -> torch.Tensor:
+    x = leaf()
+    AddOnes.apply(x).sum().backward()
+    return x.grad
+
+
+def in_hook() -> torch.Tensor:
+    x = leaf()
+    y = x * 2
+    y.register_hook(lambda gradient: gradient + torch.ones(3).cuda())
+    y.sum().backward(retain_graph=True)
+    return x.grad
+
+
+def in_checkpoint() -> torch.Tensor:
+    x = leaf()
+    torch.utils.checkpoint.checkpoint(
+        lambda x: (x * torch.full((3,), 3.0, device="cuda")).sum(), x, use_reentrant=False
+    ).backward()
+    return x.grad
+
+
+def in_autograd_grad() -> torch.Tensor:
+    x = leaf()
+    return torch.autograd.grad(AddOnes.apply(x).sum(), x)[0]
+
+
+def in_second_derivative() -> torch.Tensor:
+    x = leaf()
+    (first,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+    first.sum().backward()
+    return x.grad
+
+
+WAYS: dict[Callable[[], torch.Tensor], float] = {
+    in_custom_function: 3.0,
+    in_hook: 4.0,
+    in_checkpoint: 3.0,
+    in_autograd_grad: 3.0,
+    in_second_derivative: 6.0,
+}
+
+
+@pytest.mark.parametrize("memory", [None, POLICY], ids=["plain", "managed"])
+@pytest.mark.parametrize("way", WAYS)
+def test_bare_cuda_is_the_task_s_device(
+    kind: Kind, way: Callable[[], torch.Tensor], memory: MemoryPolicy | None
+) -> None:
+    def task() -> tuple[bool, list[float], int]:
+        gradient = way()
+        return gradient.device == current_task().device, gradient.tolist(), torch._C._len_torch_function_stack()
+
+    with kind.pool(max_workers=1, memory=memory) as pool:
+        on_device, values, modes = pool.submit(task).result()
+        assert on_device
+        assert values == [WAYS[way]] * 3
+        assert pool.submit(torch._C._len_torch_function_stack).result() == modes, "the pass leaves no mode behind"
+
+
+def test_pass_that_found_no_room_is_not_run_again(simulator: Kind) -> None:
+    """A second run would add the first gradients twice."""
+    sim.enable(devices=1, memory="2MiB")
+
+    def task(failing: int) -> tuple[float, float]:
+        a, b = leaf(64 * 1024), leaf(64 * 1024)
+        loss = (AddOnes.apply(a) * 3 + b).sum() + b.sum()
+        sim.faults.fail_allocation(failing)
+        try:
+            loss.backward(retain_graph=True)
+        finally:
+            sim.faults.clear()
+        return a.grad.max().item(), b.grad.max().item()
+
+    with simulator.pool(max_workers=1, memory=POLICY) as pool:
+        for failing in range(1, 12):
+            assert pool.submit(task, failing).result() == (7.0, 2.0)
+
+
+def test_pointer_asked_for_in_a_pass_is_that_of_the_bytes(small_device: object, simulator: Kind) -> None:
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            ctx.other = other
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+            assert ctx.other.data_ptr() != 0
+            with pytest.raises(NotMovableError):
+                ctx.other.spill()
+            return gradient, None
+
+    def task() -> float:
+        other = torch.ones(4096, device="cuda")
+        x = leaf()
+        y = Reads.apply(x, other).sum()
+        other.spill()
+        y.backward()
+        return x.grad.sum().item()
+
+    with simulator.pool(max_workers=1, memory=POLICY) as pool:
+        assert pool.submit(task).result() == 3
