@@ -36,6 +36,8 @@ _ON_DEVICE = (Residency.RESIDENT, Residency.LEAVING, Residency.RETURNING)
 # Reruns in a row without anything spilled, while the device says that it has room. A kernel with several outputs can
 # fail at each of them in turn.
 _MAX_VAIN_RERUNS = 32
+# How long to wait for a reference to a storage that may be going at this very moment, in a task that has just ended.
+_GRACE_S = 0.5
 # A task drops its tensors without a word, so a wait for that looks again this often.
 _LOOK_AGAIN_S = 0.02
 
@@ -184,6 +186,7 @@ class Relief:
         Kernels in flight are waited for as long as they take. What another running task holds on to, and cannot be
         moved, is waited for at most ``wait_s``: that task may be waiting for this one.
         """
+        grace = time.monotonic() + min(_GRACE_S, self._policy.wait_s)
         deadline = time.monotonic() + self._policy.wait_s
         with self._table.lock:
             landed = self._table.landed
@@ -197,7 +200,10 @@ class Relief:
                 unregistered = self._table.in_flight > 0  # this thread has none: its kernel has found no room
                 if not in_flight and not unregistered and landed != self._table.landed:
                     return True  # what was in flight is down, and what it made may have gone already
-                if not in_flight and (not (held or unregistered) or time.monotonic() >= deadline):
+                # Neither pinned nor exported: what shares its memory is likely on its way out of some frame.
+                fading = any(not r.pins and r.immovable is None for r in others)
+                now = time.monotonic()
+                if not in_flight and not ((held or unregistered) and now < deadline) and not (fading and now < grace):
                     return False
                 self._table.waiting += 1
                 try:
