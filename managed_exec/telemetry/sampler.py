@@ -39,6 +39,7 @@ class DeviceSampler:
             self._sample_all()
             try:
                 if self.wake.get(timeout=PERIOD_S if active else None) is None:
+                    self._loads.on_busy = None  # or the two would keep each other alive until the collector comes
                     return
             except Empty:
                 pass  # the period is over
