@@ -23,7 +23,6 @@ from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.memory.pressure import Turns
 from managed_exec.memory.record import Record, Residency
 from managed_exec.memory.table import RecordTable
-from managed_exec.memory.transfer import is_accelerator
 from managed_exec.sizes import format_bytes
 
 T = TypeVar("T")
@@ -239,4 +238,4 @@ def _rank(record: Record, task: Owner | None) -> int:
 
 def device_memory(device: torch.device) -> DeviceMemory:
     """Read the memory of *device*."""
-    return (AcceleratorDevice(device) if is_accelerator(device) else CpuDevice()).memory()
+    return (AcceleratorDevice(device) if device.type != "cpu" else CpuDevice()).memory()

@@ -30,10 +30,6 @@ class CopyStreams:
             return stream
 
 
-def is_accelerator(device: torch.device) -> bool:
-    return device.type != "cpu"
-
-
 def whole(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return all of *storage* as a plain byte tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
