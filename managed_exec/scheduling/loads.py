@@ -35,15 +35,17 @@ class DeviceLoads:
         # Guards all fields below. A leaf: nothing is called under it but trusted placements.
         self._lock = threading.Lock()
         self._running = [0] * len(devices)  # tasks, by position
-        self._samples = [DeviceSnapshot(device.torch_device, i, 0) for i, device in enumerate(devices)]
-        self._placed = 0  # bookings ever made; also the version of the state a choice was made by
+        # The state of each device, by position: replaced when a task is booked or ends there, or a sample comes. So a
+        # booking makes one record, however many devices there are.
+        self._snapshots = [DeviceSnapshot(device.torch_device, i, 0) for i, device in enumerate(devices)]
+        self._placed = 0  # bookings ever made among several devices; also the version of the state a choice was made by
         self._used: set[int] = set()  # positions ever booked
         self.on_busy: Callable[[], None] | None = None  # called, without the lock, when a first task starts
 
     def snapshots(self) -> list[DeviceSnapshot]:
         """Return the state of every device, in the pool's order."""
         with self._lock:
-            return self._current()
+            return list(self._snapshots)
 
     def was_used(self, position: int) -> bool:
         """Return whether a task was ever booked on the device at *position*."""
@@ -54,6 +56,11 @@ class DeviceLoads:
     def running(self) -> int:
         """Tasks that run now, on all devices."""
         return sum(self._running)
+
+    @property
+    def placed(self) -> int:
+        """Bookings ever made where there was a choice of devices."""
+        return self._placed
 
     def book(self, last_position: int | None) -> int:
         """Choose a device for one more task, book the task there and return the device's position.
@@ -66,12 +73,11 @@ class DeviceLoads:
         """
         if len(self._running) == 1 and self._trusted:  # nothing to choose, and no more workers than it takes tasks
             with self._lock:
-                self._running[0] += 1
+                self._set_running(0, self._running[0] + 1)
             return 0
         if self._trusted:
             with self._lock:
-                request = PlacementRequest(self._placed, last_position)
-                position = self._checked_choice(self._candidates(), request)
+                position = self._placement(self._candidates(), PlacementRequest(self._placed, last_position))
                 first = self._note_booking(position)
         else:
             position, first = self._book_unlocked_choice(last_position)
@@ -82,12 +88,12 @@ class DeviceLoads:
     def give_back(self, position: int) -> None:
         """Undo one ``book`` of *position*."""
         with self._lock:
-            self._running[position] -= 1
+            self._set_running(position, self._running[position] - 1)
 
     def record_sample(self, position: int, memory: DeviceMemory, utilization: float | None) -> None:
         """Note what was just read of the device at *position*."""
         with self._lock:
-            self._samples[position] = self._samples[position]._replace(
+            self._snapshots[position] = self._snapshots[position]._replace(
                 free_bytes=memory.free_bytes, total_bytes=memory.total_bytes, utilization=utilization
             )
 
@@ -110,20 +116,19 @@ class DeviceLoads:
     def _candidates(self) -> list[DeviceSnapshot]:
         """Return the devices with room for one more task. The lock is held."""
         if self._tasks_per_device is None:
-            return self._current()
-        return [snapshot for snapshot in self._current() if snapshot.running < self._tasks_per_device]
+            return list(self._snapshots)
+        return [snapshot for snapshot in self._snapshots if snapshot.running < self._tasks_per_device]
 
-    def _current(self) -> list[DeviceSnapshot]:
-        """Return the last samples with the running tasks of this moment. The lock is held."""
-        return [
-            DeviceSnapshot(device, i, self._running[i], free_bytes, total_bytes, utilization)
-            for device, i, _, free_bytes, total_bytes, utilization in self._samples
-        ]
+    def _set_running(self, position: int, running: int) -> None:
+        """Note how many tasks run on the device at *position*. The lock is held."""
+        self._running[position] = running
+        device, _, _, free_bytes, total_bytes, utilization = self._snapshots[position]
+        self._snapshots[position] = DeviceSnapshot(device, position, running, free_bytes, total_bytes, utilization)
 
     def _note_booking(self, position: int) -> bool:
         """Count one more task on *position*; return whether it is the only one. The lock is held."""
         first = not any(self._running)
-        self._running[position] += 1
+        self._set_running(position, self._running[position] + 1)
         self._placed += 1
         self._used.add(position)
         return first

@@ -46,22 +46,30 @@ def enable(
         kernel_s: seconds that each kernel occupies its device's engine; see also ``sim.kernel_time``.
 
     Raises:
-        ValueError: an argument is out of range.
+        TypeError, ValueError: an argument is of the wrong type, or out of range.
         SimulatorUnavailableError: the backend cannot be built here, or torch has another backend of this kind.
         SimulatorBusyError: simulated memory is in use; nothing was changed.
     """
     capacity = parse_bytes(memory, name="memory")
     for name, bandwidth in (("host_bandwidth", host_bandwidth), ("peer_bandwidth", peer_bandwidth)):
-        if bandwidth is not None and bandwidth <= 0:
-            raise ValueError(f"{name}: expected bytes per second or None, got {bandwidth!r}")
-    if kernel_s < 0:
+        if bandwidth is not None and _number(bandwidth, name, "bytes per second, such as 10e9, or None") <= 0:
+            raise ValueError(f"{name}: expected more than 0 bytes per second, or None for no time, got {bandwidth!r}")
+    if _number(kernel_s, "kernel_s", "seconds, such as 1e-3") < 0:
         raise ValueError(f"kernel_s: expected 0 or more seconds, got {kernel_s!r}")
+    if isinstance(devices, bool) or not isinstance(devices, int):
+        raise TypeError(f"devices: expected how many, an int from 1 to 64, got {devices!r}")
     if devices < 1 or devices > 64:
         raise ValueError(f"devices: expected 1 to 64, got {devices!r}")
     with _lock:
         backend = _registered_backend()
         _check_nothing_live(backend)
         backend.configure(devices, capacity, host_bandwidth or 0.0, peer_bandwidth or 0.0, kernel_s)
+
+
+def _number(value: object, name: str, expected: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected {expected}, got {value!r}")
+    return value
 
 
 def disable() -> None:

@@ -26,24 +26,34 @@ class DeviceSampler:
         self._loads = loads
         # True wakes the sampler because a task has started, None ends it. Whoever drops the pool puts the None.
         self.wake: SimpleQueue[bool | None] = SimpleQueue()
+        # Whether it waits without a time limit. Set before it looks a last time for tasks, and read after a task was
+        # booked: so a task that comes while it falls asleep is seen by one of the two.
+        self._asleep = False
         self.thread = threading.Thread(target=self._run, name=thread_name)
         loads.on_busy = self._on_busy
 
     def _on_busy(self) -> None:
-        if self.wake.empty():
+        # Short tasks one after another each find the pool idle: only the first may cost a change of threads.
+        if self._asleep:
+            self._asleep = False
             self.wake.put(True)
 
     def _run(self) -> None:
-        active = True  # whether a task ran since the last sample, so that the one after the last task is taken too
+        seen = -1  # bookings when the last sample was taken
         while True:
+            placed, running = self._loads.placed, self._loads.running
             self._sample_all()
+            # One period without a task, and this sample came after the last of them.
+            self._asleep = placed == seen and not running
+            if self._asleep and self._loads.placed != placed:
+                self._asleep = False
+            seen = placed
             try:
-                if self.wake.get(timeout=PERIOD_S if active else None) is None:
+                if self.wake.get(timeout=None if self._asleep else PERIOD_S) is None:
                     self._loads.on_busy = None  # or the two would keep each other alive until the collector comes
                     return
             except Empty:
                 pass  # the period is over
-            active = self._loads.running > 0
 
     def _sample_all(self) -> None:
         for position, device in enumerate(self._devices):

@@ -67,6 +67,16 @@ def test_wrong_arguments(arguments: dict[str, object]) -> None:
         sim.enable(**arguments)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [{"devices": "2"}, {"devices": 2.0}, {"devices": True}, {"host_bandwidth": "10GB"}, {"kernel_s": None}],
+    ids=repr,
+)
+def test_arguments_of_a_wrong_type(arguments: dict[str, object]) -> None:
+    with pytest.raises(TypeError, match=f"{next(iter(arguments))}: expected .*, got "):
+        sim.enable(**arguments)
+
+
 def test_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MANAGED_EXEC_SIM", raising=False)
     assert not sim.enable_from_environment()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
 
 import pytest
@@ -29,9 +29,11 @@ class FakeDevice:
         self.read_leaves_no_trace = read_leaves_no_trace
         self.reads = 0
         self.error: Exception | None = None
+        self.on_read: Callable[[], object] = lambda: None
 
     def memory(self) -> DeviceMemory:
         self.reads += 1
+        self.on_read()
         if self.error is not None:
             raise self.error
         return DeviceMemory(1000 - self.reads, 1000, self.reads)
@@ -105,7 +107,7 @@ def rig() -> Iterator[Rig]:
 class TestSchedule:
     def test_samples_every_period_while_tasks_run_once_after_and_then_sleeps(self, rig: Rig) -> None:
         rig.loads.book(None)
-        rig.wake.queue.get()  # of on_busy: the sampler is only about to start
+        assert rig.wake.empty(), "it is only about to start: there is nobody to wake"
         assert rig.start() == PERIOD_S
         assert rig.period_over() == PERIOD_S
         assert rig.period_over() == PERIOD_S
@@ -125,14 +127,28 @@ class TestSchedule:
         assert rig.reads() == reads
         rig.loads.give_back(first)
         rig.loads.give_back(second)
+        assert rig.period_over() == PERIOD_S, "the second came after the last sample began"
         assert rig.period_over() is None
 
+    def test_task_that_comes_while_it_falls_asleep(self, rig: Rig) -> None:
+        """Booked after the sampler last asked for tasks and before it waits: nobody else would wake it."""
+        rig.start()
+        rig.devices[1].on_read = lambda: rig.loads.book(None)
+        assert rig.period_over() == PERIOD_S
+
     def test_many_short_tasks_wake_it_once(self, rig: Rig) -> None:
-        """It is asked to wake when nothing is in its queue; here it does not get to look before they are over."""
+        """Each of them finds the pool idle; only the first may cost a change of threads."""
+        rig.start()
+        assert rig.period_over() is None
+        reads = rig.reads()
+        rig.loads.give_back(rig.loads.book(None))
+        assert rig.next_wait() == PERIOD_S
         for _ in range(100):
             rig.loads.give_back(rig.loads.book(None))
-        assert rig.wake.queue.qsize() == 1
-        rig.start()
+        assert rig.wake.empty()
+        assert rig.reads() == [count + 1 for count in reads]
+        assert rig.period_over() == PERIOD_S, "tasks came and went since the last sample"
+        assert rig.period_over() is None, "a period without a task"
 
     def test_asleep_it_reads_nothing(self, rig: Rig) -> None:
         rig.start()
@@ -169,7 +185,6 @@ class TestReadings:
     def test_device_that_cannot_be_read(self, rig: Rig, error: Exception) -> None:
         """The others are, its last figures stay, and it is tried again."""
         rig.loads.book(None)
-        rig.wake.queue.get()
         rig.start()
         rig.devices[0].error = error
         assert rig.period_over() == PERIOD_S
@@ -181,16 +196,15 @@ class TestReadings:
     def test_no_context_is_created_on_devices_nobody_used(self) -> None:
         rig = Rig(FakeDevice(0, read_leaves_no_trace=False), FakeDevice(1, read_leaves_no_trace=False), FakeDevice(2))
         rig.start()
-        assert rig.reads() == [0, 0, 1]
+        rig.period_over()
+        assert rig.reads() == [0, 0, 2]
         position = rig.loads.book(1)
-        rig.next_wait()
-        expected = [0, 0, 2]
-        expected[position] += position < 2
         assert position == 1
-        assert rig.reads() == expected
+        rig.next_wait()
+        assert rig.reads() == [0, 1, 3]
         rig.loads.give_back(position)
         rig.period_over()
-        assert rig.reads() == [0, 2, 3], "once used, a device stays in view"
+        assert rig.reads() == [0, 2, 4], "once used, a device stays in view"
         rig.stop()
 
 
