@@ -132,7 +132,7 @@ def test_a_free_takes_effect_in_the_order_of_its_own_stream() -> None:
 
 def test_pinned_blocks_are_powers_of_two_and_not_reused_during_a_copy() -> None:
     stream = torch.sim.current_stream()
-    source = torch.ones(600_000, dtype=torch.uint8).pin_memory()  # no other test leaves a free block of this size
+    source = torch.ones(100_000, dtype=torch.uint8).pin_memory()  # no other test leaves a free block of this size
     assert source.is_pinned()
     assert source[100:].is_pinned()
     assert not torch.ones(3000).is_pinned()
@@ -140,11 +140,11 @@ def test_pinned_blocks_are_powers_of_two_and_not_reused_during_a_copy() -> None:
     with sim.hold_stream(stream):
         target = source.to("sim", non_blocking=True)
         del source
-        other = torch.zeros(700_000, dtype=torch.uint8).pin_memory()  # rounds to 1 MiB as well
+        other = torch.zeros(120_000, dtype=torch.uint8).pin_memory()  # rounds to 128 KiB as well
         assert other.data_ptr() != address
     stream.synchronize()
     assert target.eq(1).all()
-    again = torch.empty(2**20, dtype=torch.uint8, pin_memory=True)
+    again = torch.empty(2**17, dtype=torch.uint8, pin_memory=True)
     assert again.data_ptr() == address
 
 
