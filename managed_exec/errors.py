@@ -49,3 +49,10 @@ class DeviceMemoryError(ManagedExecError, torch.OutOfMemoryError):
 
     The program's memory need. The kernel changed nothing, and no tensor was lost.
     """
+
+
+class TensorLostError(ManagedExecError, torch.AcceleratorError):
+    """The only copy of a managed tensor was in the memory of another device, and that device broke.
+
+    The machine's fault. The tensor cannot be used any more; all others are as they were.
+    """

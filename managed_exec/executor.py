@@ -107,7 +107,8 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         # In the worker's own thread; refers to nothing of this object, which may be collected before its workers end.
         self._make_context: Callable[[], DeviceContext] = partial(DeviceContext, self._devices)
         if memory is not None and self._accelerators:
-            self._make_context = partial(ManagedContext, self._devices, configure(memory))
+            manager = configure(memory, [device.torch_device for device in self._accelerators])
+            self._make_context = partial(ManagedContext, self._devices, manager)
         self._loads = DeviceLoads(self._devices, tasks_per_device, place)
         self._sampler: DeviceSampler | None = None  # runs from the first submit on, where there is a choice of devices
         # Tasks submitted and not yet known to be done with, and those done with since; the first is guarded by the

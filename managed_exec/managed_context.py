@@ -18,7 +18,7 @@ from managed_exec.inheritance import SubmitterStreams
 from managed_exec.memory import owner as ownership
 from managed_exec.memory.manager import MemoryManager
 from managed_exec.memory.manager import manager as process_manager
-from managed_exec.memory.owner import Owner
+from managed_exec.memory.owner import Owner, staying
 from managed_exec.memory.relief import NoRoom
 from managed_exec.tensors.backward import BACKWARD_CALLS
 from managed_exec.tensors.colocation import tensors_of
@@ -62,20 +62,29 @@ class ManagedContext(DeviceContext):
     ) -> Any:
         if func is _COMPATIBLE and any(isinstance(arg, ManagedTensor) for arg in args):
             return False  # or a module takes over the memory of a managed parameter, and not the handle
-        call = functools.partial(super().__torch_function__, func, types, args, kwargs)
         if func in BACKWARD_CALLS:
-            return call()
-        if any(isinstance(tensor, ManagedTensor) for tensor in tensors_of(args)):
-            return self._adopt(call(), func, args)  # the managed operands' own function level sees to the rest
+            with staying():
+                return super().__torch_function__(func, types, args, kwargs)
+        if types and any(issubclass(kind, ManagedTensor) for kind in types):
+            # The managed operands' own function level sees to the rest.
+            return super().__torch_function__(func, types, args, kwargs)
+        call = functools.partial(self._call, func, types, args, kwargs)
         device = self._allocates_on(args, kwargs or {})
         table = self._manager.table
         result = or_no_room(call, device, table)
         if isinstance(result, NoRoom):
             result = self._manager.relief.rerun(lambda: or_no_room(call, device, table), result)
-        try:
-            return self._adopt(result, func, args)
-        finally:
-            table.land()
+        return result
+
+    def _call(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+    ) -> Any:
+        """Make the call and return its result, managed."""
+        return self._adopt(super().__torch_function__(func, types, args, kwargs), func, args)
 
     def _allocates_on(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
         """Return the device that a call allocates on: the one it is told, else its operands', else the task's."""

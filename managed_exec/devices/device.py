@@ -63,6 +63,11 @@ class Device(Protocol):
         """Give the allocator's unused blocks back, on every device of this kind (torch offers no finer call)."""
 
 
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return the calling thread's current stream on the accelerator *device*, which has an index."""
+    return _accelerator_getStream(device.index)  # what torch.accelerator.current_stream calls, after a microsecond
+
+
 class AcceleratorDevice:
     """A device of the current ``torch.accelerator``: CUDA, ROCm, XPU, the simulator."""
 
@@ -95,7 +100,7 @@ class AcceleratorDevice:
         return torch.Stream(self.torch_device)
 
     def current_stream(self) -> torch.Stream:
-        return _accelerator_getStream(self._index)  # what torch.accelerator.current_stream calls, after a microsecond
+        return current_stream(self.torch_device)
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self._index)

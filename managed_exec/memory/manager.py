@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
 
 from managed_exec.errors import DeviceMemoryError, NotMovableError, TierFullError
+from managed_exec.memory.limits import Limits
 from managed_exec.memory.mover import Mover
 from managed_exec.memory.ordering import order_streams
 from managed_exec.memory.owner import Owner
 from managed_exec.memory.policy import MemoryPolicy
-from managed_exec.memory.record import Record, Residency
+from managed_exec.memory.record import MOVING, Record, Residency
 from managed_exec.memory.relief import NoRoom, Relief
 from managed_exec.memory.statistics import MemoryStatistics
 from managed_exec.memory.table import RecordTable
@@ -34,9 +35,10 @@ T_co = TypeVar("T_co", covariant=True)
 class Kernel(Protocol[T_co]):
     """What the manager needs of a kernel. It changes nothing when it raises out-of-memory, so it can be run again."""
 
-    records: list[Record]  # of its operands, each once
+    records: Sequence[Record]  # of its operands, each once
 
-    def __call__(self) -> T_co: ...
+    def __call__(self) -> T_co:
+        """Run; what it has made has its records when this returns."""
 
     def written(self) -> list[Record]:
         """Return those of the records that the kernel writes to."""
@@ -49,13 +51,13 @@ class _Touch:
     """A kernel that does nothing, to have a record resident."""
 
     def __init__(self, record: Record) -> None:
-        self.records = [record]
+        self.records: Sequence[Record] = (record,)
 
     def __call__(self) -> None:
         return None
 
     def written(self) -> list[Record]:
-        return []
+        return list(self.records)  # it is wanted on its device, so nobody may make the call elsewhere
 
     def device(self) -> torch.device:
         return self.records[0].device
@@ -67,87 +69,91 @@ class MemoryManager:
     def __init__(self, policy: MemoryPolicy) -> None:
         self.policy = policy
         self.table = RecordTable(policy.min_bytes)
-        self._mover = Mover(self.table, policy)
-        self.relief = Relief(self.table, self._mover, policy)
-
-    def record_of(self, storage: torch.UntypedStorage, owner: Owner | None) -> Record | None:
-        """Return the record of *storage*, a new one if it has none; None if it is too small to be managed."""
-        return self.table.record_of(storage, owner)
+        self.limits = Limits(policy)
+        self._mover = Mover(self.table, policy, self.limits)
+        self.relief = Relief(self.table, self._mover, policy, self.limits)
 
     # -- kernels ----------------------------------------------------------------------------------------------------
 
     def run(self, kernel: Kernel[T]) -> T:
         """Run *kernel* with all its operands resident; make room if there is none.
 
-        The kernel is still in flight when this returns: ``table.land()`` is due once its results are registered.
-
         Raises:
             DeviceMemoryError: there is no room and none can be made; the text lists who holds what.
+            ElsewhereError: there is none, but on another device; the call can be made there.
         """
         outcome = self._run_once(kernel)
         if isinstance(outcome, NoRoom):
-            return self.relief.rerun(lambda: self._run_once(kernel), outcome, kernel.records)
+            return self.relief.rerun(lambda: self._run_once(kernel), outcome, kernel.records, kernel.written())
         return outcome
 
     def _run_once(self, kernel: Kernel[T]) -> T | NoRoom:
+        table = self.table
         records = kernel.records
-        marked: Sequence[Record] = ()
-        landed = False
-        self.table.take_off()
+        table.take_off(records)
         try:
-            if self._mark_if_resident(records):
-                marked = records
+            for record in records:
+                if record.residency is not Residency.RESIDENT:
+                    break
+                record.last_use = table.tick()
             else:
-                marked = []
-                for record in records:
-                    if not self._begin_use(record):
-                        return NoRoom(record.device, record.n_bytes)
-                    marked.append(record)
-            if records and records[0].in_streams:
-                order_streams(records, kernel.written())
-            result = kernel()
-            landed = True  # by the caller, once the results are registered
+                if records and records[0].in_streams:
+                    order_streams(records, kernel.written())
+                return kernel()
         except DeviceMemoryError:
             raise
         except torch.OutOfMemoryError as error:
             return NoRoom.of(error, kernel.device())
         finally:
-            with self.table.lock:
-                for record in marked:
-                    record.users -= 1
-                if not landed:
-                    self.table.in_flight -= 1
-                if self.table.waiting:
-                    self.table.changed.notify_all()
-        return result
+            table.land()
+        return self._run_with_returns(kernel)
 
-    def _mark_if_resident(self, records: Sequence[Record]) -> bool:
-        """Mark all *records* in use if all are resident, as nearly always; return whether they are."""
-        with self.table.lock:
-            for record in records:
-                if record.residency is not Residency.RESIDENT:
-                    return False
-            now = self.table.tick()
-            for record in records:
-                record.users += 1
-                record.last_use = now
-        return True
+    def _run_with_returns(self, kernel: Kernel[T]) -> T | NoRoom:
+        """Run *kernel* once those of its operands that are not resident have been brought back."""
+        marked: list[Record] = []  # grows under the lock, by one resident record after another
+        self.table.take_off(marked)
+        try:
+            for record in kernel.records:
+                if not self._bring_back(record, marked):
+                    return NoRoom(record.device, record.n_bytes)
+            if marked and marked[0].in_streams:
+                order_streams(marked, kernel.written())
+            return kernel()
+        except DeviceMemoryError:
+            raise
+        except torch.OutOfMemoryError as error:
+            return NoRoom.of(error, kernel.device())
+        finally:
+            self.table.land()
 
-    def _begin_use(self, record: Record) -> bool:
-        """Mark *record* in use and make it resident; return False, and do neither, if there is no room for it."""
+    def _bring_back(self, record: Record, marked: list[Record]) -> bool:
+        """Have *record* resident and in *marked*; return False, and do neither, if there is no room for it."""
         with self.table.lock:
-            while record.residency in (Residency.LEAVING, Residency.RETURNING):
+            while record.residency in MOVING:
                 self.table.changed.wait()
             record.last_use = self.table.tick()
             if record.residency is Residency.RESIDENT:
-                record.users += 1
+                marked.append(record)
                 return True
-            back_to = self._mover.begin_return(record)
+            back_to, record.residency = record.residency, Residency.RETURNING
         try:
-            self._mover.finish_return(record, back_to)
+            self._mover.finish_return(record, back_to, marked)
         except torch.OutOfMemoryError:
             return False
         return True
+
+    def copy_elsewhere(self, record: Record, device: torch.device) -> torch.Tensor | None:
+        """Return the bytes of a *record* that is spilled, for a copy to *device*; None if they are read in place.
+
+        So a spilled tensor is read without bringing it back, also if its device broke or has no room.
+        """
+        if record.residency is Residency.RESIDENT or record.device == device:
+            return None
+        with self.table.lock:
+            while record.residency in MOVING:
+                self.table.changed.wait()
+            copy = record.copy
+        return None if copy is None else copy.bytes
 
     # -- what the user asks for -------------------------------------------------------------------------------------
 
@@ -163,19 +169,21 @@ class MemoryManager:
             raise ValueError(f"tier: expected one of {', '.join(self._mover.tiers)}, got {tier!r}")
         names = self.policy.spill if tier is None else (tier,)
         with self.table.lock:
-            while record.residency in (Residency.LEAVING, Residency.RETURNING):
+            while record.residency in MOVING:
                 self.table.changed.wait()
             where = record.residency
         if where is not Residency.RESIDENT:
             if tier is None or where is self._mover.tiers[tier].residency:
                 return
-            self.unspill(record)  # tiers do not hand over to each other
-        if "host" in names and record.device.type == "cpu":
+            if where is Residency.PEER and self._mover.sink(record, names):
+                return
+            self.unspill(record)  # the other tiers do not hand over to each other
+        if record.device.type == "cpu" and "host" in names:
             return  # it is there
         if self._mover.spill(record, names):
             return
         with self.table.lock:
-            obstacle = record.obstacle()
+            obstacle = self.table.obstacle(record)
         what = f"{format_bytes(record.n_bytes)} of {record.device}"
         if obstacle is not None:
             raise NotMovableError(f"{what} cannot be moved: {obstacle}")
@@ -188,7 +196,6 @@ class MemoryManager:
             DeviceMemoryError: there is no room and none can be made.
         """
         self.run(_Touch(record))
-        self.table.land()
 
     def pin(self, record: Record) -> None:
         """Bring *record* back and keep it where it is until as many ``unpin``."""
@@ -220,11 +227,14 @@ class MemoryManager:
     def statistics(self) -> MemoryStatistics:
         """Return what was moved so far and what is where now."""
         managed: Counter[str] = Counter()
+        owners: set[Owner] = set()
         mover = self._mover
         with self.table.lock:
             for record in self.table.live():
-                if record.residency not in (Residency.HOST, Residency.DISK):
+                if record.copy is None:
                     managed[str(record.device)] += record.n_bytes
+                if record.owner is not None:
+                    owners.add(record.owner)
             return MemoryStatistics(
                 dict(mover.spilled_bytes),
                 dict(mover.spilled_count),
@@ -233,6 +243,8 @@ class MemoryManager:
                 {name: tier.used_bytes for name, tier in mover.tiers.items()},
                 dict(managed),
                 self.relief.reruns,
+                self.relief.migrated,
+                {owner.name: dict(owner.moved_bytes) for owner in sorted(owners, key=lambda owner: owner.age)},
             )
 
 
@@ -254,14 +266,21 @@ def manager() -> MemoryManager:
     return found
 
 
-def configure(policy: MemoryPolicy) -> MemoryManager:
-    """Return the process's manager, made or made anew with *policy*.
+def configure(policy: MemoryPolicy | None, devices: Iterable[torch.device] = ()) -> MemoryManager:
+    """Return the process's manager, made or made anew with *policy*, and allow it the accelerators *devices*.
+
+    Args:
+        policy: None for whatever the manager has, the default if there is none yet.
+        devices: what other pools came with stays allowed.
 
     Raises:
-        ValueError: there is one with another policy, and it manages tensors that are alive.
+        ValueError: there is one with another policy, and it manages tensors that are alive; or the policy has a limit
+            and the allocator of a device keeps none.
     """
     with _Process.lock:
         old = _Process.manager
+        if policy is None:
+            policy = MemoryPolicy() if old is None else old.policy
         if old is None or old.policy != policy:
             if old is not None:
                 with old.table.lock:
@@ -271,6 +290,8 @@ def configure(policy: MemoryPolicy) -> MemoryManager:
                         f"memory: the process has one memory manager, and it manages {alive} tensors under "
                         f"{old.policy}; give every pool the same policy"
                     )
+                old.limits.lift()
             _Process.manager = MemoryManager(policy)
         assert _Process.manager is not None
+        _Process.manager.limits.add(list(devices))
         return _Process.manager

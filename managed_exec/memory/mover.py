@@ -1,11 +1,14 @@
-"""The two moves of a storage: to a tier and back. Guard, move the data, set the state last.
+"""The moves of a storage: to a tier, to a lower one, and back. Guard, move the data, set the state last.
 
-    RESIDENT --spill--> LEAVING --> HOST or DISK --unspill--> RETURNING --> RESIDENT
-                           \\--> RESIDENT (no tier took it)        \\--> back (no room)
+    RESIDENT --spill--> LEAVING --> PEER, HOST or DISK --unspill--> RETURNING --> RESIDENT
+                           \\--> RESIDENT (no tier took it)              \\--> back (no room)
+    PEER --sink--> SINKING --> HOST or DISK
+                      \\--> PEER (no tier took it)
 
 R. A storage's memory is freed only here, in state LEAVING, after its obstacle was looked for under the lock both before
-   and after the copy. Kernels mark what they use under the same lock and never start on LEAVING.
-L. The storage is emptied only after its copy is complete, and the copy dropped only after the storage is filled again.
+   and after the copy. Kernels mark what they use and only then look at the state, and never start on LEAVING.
+L. The storage is emptied only after its copy is complete, and a copy dropped only after the storage is filled again or
+   the next copy is complete.
 """
 
 from __future__ import annotations
@@ -13,22 +16,26 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from managed_exec.errors import TierFullError
+from managed_exec.devices import current_stream
+from managed_exec.errors import TensorLostError, TierFullError
+from managed_exec.memory.limits import Limits
 from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.memory.record import Record, Residency
 from managed_exec.memory.table import RecordTable
-from managed_exec.memory.tiers import Copy, DiskTier, HostTier, Tier
+from managed_exec.memory.tiers import Copy, DiskTier, HostTier, PeerTier, Tier
 from managed_exec.memory.transfer import (
     CopyStreams,
     allocate_storage,
     copy_in,
     copy_out,
     free_storage,
+    whole,
 )
+from managed_exec.sizes import format_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -36,9 +43,10 @@ _log = logging.getLogger(__name__)
 class Mover:
     """Moves records between their devices and the tiers."""
 
-    def __init__(self, table: RecordTable, policy: MemoryPolicy) -> None:
+    def __init__(self, table: RecordTable, policy: MemoryPolicy, limits: Limits) -> None:
         self._table = table
         self.tiers: dict[str, Tier] = {
+            "peer": PeerTier(limits),
             "host": HostTier(policy.host_limit_bytes),
             "disk": DiskTier(policy.spill_dir, policy.disk_limit_bytes),
         }
@@ -52,49 +60,87 @@ class Mover:
     def spill(self, record: Record, names: Sequence[str]) -> bool:
         """Move a resident *record* to the first of the named tiers that takes it; return whether one did."""
         with self._table.lock:
-            if record.residency is not Residency.RESIDENT or record.obstacle() is not None:
+            if record.residency is not Residency.RESIDENT:
                 return False
-            record.residency = Residency.LEAVING
-        copied: tuple[str, Tier, Copy] | None = None
+            record.residency = Residency.LEAVING  # before the kernels are looked at, see ``RecordTable.take_off``
+            if self._table.obstacle(record) is not None:
+                self._settle(record, Residency.RESIDENT)
+                return False
+        copied: tuple[str, Copy] | None = None
+        moved = False
         try:
-            copied = self._copied(record, names)
+            after = (record.writer, *record.readers)
+            copied = self._copied(record, whole(record.storage), after, names)
         finally:
             with self._table.lock:
                 # Somebody may have made a plain alias, pinned it or exported its memory while the copy was made.
-                moved = copied is not None and record.obstacle() is None
-                record.residency = Residency.RESIDENT  # until the memory is freed
+                moved = copied is not None and self._table.obstacle(record) is None
                 if copied is not None and moved:
-                    name, tier, copy = copied
                     free_storage(record)
-                    record.copy = copy
-                    record.release_copy = weakref.finalize(record, tier.release, copy)
-                    record.release_copy.atexit = False
-                    record.readers, record.writer = set(), None
-                    record.residency = tier.residency
-                    self.spilled_bytes[name] += record.n_bytes
-                    self.spilled_count[name] += 1
-                self._table.changed.notify_all()
+                    record.writer, record.readers = None, set()
+                    self._keep(record, *copied)
+                else:
+                    self._settle(record, Residency.RESIDENT)
         if copied is not None and not moved:
-            copied[1].release(copied[2])
+            self.tiers[copied[0]].release(copied[1])
         return moved
 
-    def _copied(self, record: Record, names: Sequence[str]) -> tuple[str, Tier, Copy] | None:
-        """Copy the bytes of a LEAVING *record* to the first of the named tiers that takes them."""
+    def sink(self, record: Record, names: Sequence[str]) -> bool:
+        """Move a *record* on a peer to the first of the named tiers that takes it; return whether one did."""
+        with self._table.lock:
+            if record.residency is not Residency.PEER:
+                return False
+            record.residency = Residency.SINKING
+        copied: tuple[str, Copy] | None = None
+        released: Callable[[], object] | None = None
+        try:
+            copied = self._copied(record, record.copy.bytes, (), [name for name in names if name != "peer"])
+        finally:
+            with self._table.lock:
+                if copied is None:
+                    self._settle(record, Residency.PEER)
+                else:
+                    released = record.release_copy
+                    self._keep(record, *copied)
+        if released is not None:
+            released()
+        return released is not None
+
+    def _settle(self, record: Record, residency: Residency) -> None:
+        """Set the state of *record*, whose move is over. The lock is held."""
+        record.residency = residency
+        self._table.changed.notify_all()
+
+    def _keep(self, record: Record, name: str, copy: Copy) -> None:
+        """Make *copy* in the named tier the place of the record's bytes. The lock is held."""
+        record.copy = copy
+        record.release_copy = weakref.finalize(record, self.tiers[name].release, copy)
+        record.release_copy.atexit = False
+        self.spilled_bytes[name] += record.n_bytes
+        self.spilled_count[name] += 1
+        if record.owner is not None:
+            record.owner.moved_bytes[f"spilled {name}"] += record.n_bytes
+        self._settle(record, self.tiers[name].residency)
+
+    def _copied(
+        self, record: Record, source: torch.Tensor, after: Iterable[torch.Stream | None], names: Sequence[str]
+    ) -> tuple[str, Copy] | None:
+        """Copy *source*, the bytes of *record*, to the first of the named tiers that takes them."""
         for name in names:
-            if name == "host" and not record.in_streams:
-                continue  # it is there
+            if name != "disk" and not record.in_streams:
+                continue  # it is in main memory
             tier = self.tiers[name]
             try:
-                copy = tier.allocate(record.n_bytes, pinned=name == "host")
+                copy = tier.allocate(record.n_bytes, record.device)
             except TierFullError as error:
                 _log.debug("%s", error)
                 continue
             try:
-                copy_out(record, copy, self._copy_streams)
+                copy_out(source, after, copy, self._copy_streams)
             except BaseException:
                 tier.release(copy)
                 raise
-            return name, tier, copy
+            return name, copy
         return None
 
     def begin_return(self, record: Record) -> Residency:
@@ -102,32 +148,49 @@ class Mover:
         back_to, record.residency = record.residency, Residency.RETURNING
         return back_to
 
-    def finish_return(self, record: Record, back_to: Residency) -> None:
-        """Fill the storage of a RETURNING *record* and mark it used by one kernel.
+    def finish_return(self, record: Record, back_to: Residency, marked: list[Record]) -> None:
+        """Fill the storage of a RETURNING *record*; then it is resident, and in *marked*, a kernel's operands.
 
         Raises:
             torch.OutOfMemoryError: the device has no room. The record is where it was.
+            TensorLostError: the copy was on a device that broke.
         """
         filled = False
         release = None
         try:
             allocate_storage(record)
-            copy_in(record, record.copy)
+            try:
+                copy_in(record, record.copy)
+            except torch.AcceleratorError as error:
+                if back_to is Residency.PEER and not _can_be_read(record.copy):
+                    raise TensorLostError(
+                        f"{format_bytes(record.n_bytes)} of {record.device} were on {record.copy.bytes.device}, which "
+                        "broke; there is no other copy. Compute the tensor anew, from values on the CPU"
+                    ) from error
+                raise
             filled = True
         finally:
             with self._table.lock:
                 if filled:
                     record.copy = None
                     release, record.release_copy = record.release_copy, None
-                    record.users += 1
                     # The bytes are there; but the memory is this stream's, to the allocator, and others must say so.
-                    record.writer = torch.accelerator.current_stream(record.device) if record.in_streams else None
-                    record.residency = Residency.RESIDENT
+                    record.writer = current_stream(record.device) if record.in_streams else None
                     self.unspilled_bytes[back_to.value] += record.n_bytes
                     self.unspilled_count[back_to.value] += 1
+                    if record.owner is not None:
+                        record.owner.moved_bytes[f"unspilled {back_to.value}"] += record.n_bytes
+                    marked.append(record)
                 else:
                     free_storage(record)  # it may have its memory already, and not its bytes
-                    record.residency = back_to
-                self._table.changed.notify_all()
+                self._settle(record, Residency.RESIDENT if filled else back_to)
         if release is not None:
             release()
+
+
+def _can_be_read(copy: Copy) -> bool:
+    try:
+        copy.bytes[:1].cpu()
+    except torch.AcceleratorError:
+        return False
+    return True

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from managed_exec.devices import current_stream
 from managed_exec.memory.record import Record
 from managed_exec.memory.transfer import whole
 
@@ -19,7 +20,7 @@ def order_streams(records: Sequence[Record], written: Sequence[Record]) -> None:
     """Make the current streams wait for what other streams do with *records*, which are marked in use."""
     for record in records:
         if record.in_streams:
-            _order(record, torch.accelerator.current_stream(record.device), record in written)
+            _order(record, current_stream(record.device), record in written)
 
 
 def _order(record: Record, stream: torch.Stream, writes: bool) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from managed_exec.sizes import parse_bytes
 
-TIERS = ("host", "disk")
+TIERS = ("peer", "host", "disk")
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,10 @@ class MemoryPolicy:
     """Where managed tensors may go when a device has no room, and how long to wait for other tasks.
 
     Args:
-        spill: tiers in the order in which they are tried, from ``"host"`` and ``"disk"``; empty: nothing is spilled.
+        limit: of each device, what may be used: bytes, text such as ``"12GiB"``, or a share as a float, 0.8; None: all
+            it has. A limit beyond what a device has is no limit there.
+        spill: tiers in the order in which they are tried, from ``"peer"`` (the memory of another device of the pools,
+            as long as a quarter of it stays free), ``"host"`` and ``"disk"``; empty: nothing is spilled.
         host_limit: bytes, or text such as ``"12GiB"``, that spilled tensors may take of main memory; None: no limit.
             Pinned memory counts as torch takes it, rounded up to a power of two.
         spill_dir: directory for the disk tier; None: the system's directory for temporary files.
@@ -27,6 +30,7 @@ class MemoryPolicy:
         ValueError: an unknown or repeated tier, a limit that cannot be read, a negative number.
     """
 
+    limit: float | int | str | None = None
     spill: tuple[str, ...] = TIERS
     host_limit: int | str | None = None
     spill_dir: str | Path | None = None
@@ -39,11 +43,21 @@ class MemoryPolicy:
         if unknown or len(set(self.spill)) != len(self.spill):
             raise ValueError(f"spill: expected some of {TIERS}, each at most once, got {self.spill!r}")
         # Read now, so that a limit that cannot be read fails here.
-        _ = self.host_limit_bytes, self.disk_limit_bytes
+        _ = self.limit_bytes(1), self.host_limit_bytes, self.disk_limit_bytes
         if self.min_bytes < 0:
             raise ValueError(f"min_bytes: expected 0 or more, got {self.min_bytes}")
         if self.wait_s < 0:
             raise ValueError(f"wait_s: expected 0 or more seconds, got {self.wait_s}")
+
+    def limit_bytes(self, total_bytes: int) -> int:
+        """Return how many bytes may be used of a device that has *total_bytes*."""
+        if self.limit is None:
+            return total_bytes
+        if isinstance(self.limit, float):
+            if not 0 < self.limit <= 1:
+                raise ValueError(f"limit: expected a share above 0 and up to 1.0, or bytes, got {self.limit!r}")
+            return int(self.limit * total_bytes)
+        return parse_bytes(self.limit, name="limit")
 
     @property
     def host_limit_bytes(self) -> int | None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._C import _storage_Use_Count
 
+from managed_exec.devices import current_stream
 from managed_exec.memory.owner import Owner
 
 
@@ -43,57 +44,46 @@ class Residency(enum.Enum):
     """Where the bytes of a storage are.
 
     The storage has its memory in RESIDENT, LEAVING and RETURNING; its bytes are valid there in the first two. A copy
-    elsewhere exists in HOST, DISK and RETURNING. Kernels run in RESIDENT alone.
+    elsewhere exists in PEER, HOST, DISK, SINKING and RETURNING. Kernels run in RESIDENT alone.
     """
 
     RESIDENT = "device"
     LEAVING = "leaving"  # being copied to a tier, by one thread; back to RESIDENT if that fails
+    PEER = "peer"
     HOST = "host"
     DISK = "disk"
+    SINKING = "sinking"  # being copied from PEER to a lower tier, by one thread; back to PEER if that fails
     RETURNING = "returning"  # being copied back, by one thread; back to where it was if that fails
 
 
-class Record:
-    """The state of one managed storage. All fields but the first five are guarded by the manager's lock."""
+MOVING = frozenset({Residency.LEAVING, Residency.SINKING, Residency.RETURNING})
 
-    __slots__ = (
-        "__weakref__",
-        "alive",
-        "copy",
-        "device",
-        "immovable",
-        "in_streams",
-        "last_use",
-        "n_bytes",
-        "owner",
-        "pins",
-        "readers",
-        "release_copy",
-        "residency",
-        "storage",
-        "users",
-        "writer",
-    )
+
+class Record:
+    """The state of one managed storage. The table's lock guards what is not said to need none."""
+
+    # One is made for each new storage, so what nearly all have in common is said here and not set.
+    residency = Residency.RESIDENT  # read without the lock too, see ``RecordTable.in_use``
+    pins = 0
+    immovable: str | None = None  # why the storage must not move any more, once it was exported
+    last_use = 0  # needs no lock: a hint
+    copy: Any = None  # the bytes in a tier; None while RESIDENT or LEAVING
+    release_copy: Any = None  # the finalizer that drops the copy if the record dies first
+    # Streams of the device: that of the last kernel that wrote, and those of kernels that have read since.
+    writer: torch.Stream | None = None
 
     def __init__(self, storage: torch.UntypedStorage, n_bytes: int, owner: Owner | None) -> None:
         self.storage = storage
         self.n_bytes = n_bytes
         self.device = storage.device
-        self.in_streams = self.device.type != "cpu"  # whether its kernels run asynchronously, in streams
         # Every handle refers to this object and nobody else does, so that its reference count counts them.
         self.alive = object()
         self.owner = owner
-        self.residency = Residency.RESIDENT
-        self.users = 0  # kernels that are using the storage, or are about to
-        self.pins = 0
-        self.immovable: str | None = None  # why the storage must not move any more, once it was exported
-        self.last_use = 0
-        self.copy: Any = None  # the bytes in a tier; None while RESIDENT or LEAVING
-        self.release_copy: Any = None  # the finalizer that drops the copy if the record dies first
-        # Streams of the device: that of the last kernel that wrote, and those of kernels that have read since.
-        # A new storage was most likely written, or is being written, by a kernel of the stream that is current here.
-        self.writer: torch.Stream | None = torch.accelerator.current_stream(self.device) if self.in_streams else None
         self.readers: set[torch.Stream] = set()
+        self.in_streams = self.device.type != "cpu"  # whether its kernels run asynchronously, in streams
+        if self.in_streams:
+            # A new storage was most likely written, or is being written, by a kernel of the current stream.
+            self.writer = current_stream(self.device)
 
     def note_size(self) -> None:
         """Note the size of the storage, which a kernel may have changed; it is resident, for a kernel used it."""
@@ -104,13 +94,11 @@ class Record:
         return sys.getrefcount(self.alive) - 2  # this object's own reference and the call's argument
 
     def obstacle(self) -> str | None:
-        """Return why the storage cannot be moved now; None if it can. The manager's lock is held."""
+        """Return why the storage cannot be moved, whether or not a kernel uses it; None if it can. Holds the lock."""
         if self.immovable is not None:
             return self.immovable
         if self.pins:
             return "pinned"
-        if self.users:
-            return "in use by a kernel"
         if not self.storage.resizable():
             return "torch cannot free its memory, which comes from elsewhere"
         if sys.getrefcount(self.storage) != _storage_references():

@@ -1,8 +1,9 @@
 """Making room on a device for a kernel that found none.
 
 The kernel has let go of its operands. Its thread takes the device's turn (see ``pressure``), spills the coldest movable
-storages, and runs the kernel again; when there is nothing left to spill it waits for kernels in flight, then, for at
-most ``wait_s``, for what other running tasks hold on to and cannot be moved; then it raises.
+storages, and runs the kernel again; when there is nothing left to spill it waits for kernels in flight, then has the
+call made on another device if one has room, then waits, for at most ``wait_s``, for what other running tasks hold on to
+and cannot be moved; then it raises.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from managed_exec.devices import AcceleratorDevice, CpuDevice, DeviceMemory
 from managed_exec.errors import DeviceMemoryError
 from managed_exec.memory import owner as ownership
+from managed_exec.memory.limits import Limits
 from managed_exec.memory.mover import Mover
 from managed_exec.memory.owner import Owner
 from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.memory.pressure import Turns
-from managed_exec.memory.record import Record, Residency
+from managed_exec.memory.record import MOVING, Record, Residency
 from managed_exec.memory.table import RecordTable
 from managed_exec.sizes import format_bytes
 
@@ -30,7 +31,6 @@ _TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMG]iB)")
 _GUESSED_BYTES = 2**20  # where the text of an error does not say what was asked for
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _YOUNGEST = 2**62  # the age of what no task asked for
-_IN_COPY = (Residency.LEAVING, Residency.RETURNING)
 _ON_DEVICE = (Residency.RESIDENT, Residency.LEAVING, Residency.RETURNING)
 # Reruns in a row without anything spilled, while the device says that it has room. A kernel with several outputs can
 # fail at each of them in turn.
@@ -60,61 +60,98 @@ class NoRoom(NamedTuple):
         return NoRoom(device, int((float(found[1]) + (0.005 if "." in found[1] else 0)) * _UNITS[found[2]]))
 
 
+class ElsewhereError(DeviceMemoryError):
+    """A kernel cannot have room on its device now, and could on ``target``: make the call there.
+
+    Only calls above autograd can be; so this is raised where somebody up there takes it.
+    """
+
+    def __init__(self, text: str, target: torch.device) -> None:
+        super().__init__(text)
+        self.target = target
+
+
+class _Request(NamedTuple):
+    """Who needs how much room where."""
+
+    device: torch.device
+    needed_bytes: int  # at least
+    wanted_bytes: int  # to be spilled for it
+    operands: Sequence[Record]  # of the kernel; not spilled for it
+    task: Owner | None
+    may_leave: bool  # whether the call can be made on another device
+
+
 class Relief:
     """Makes room on all devices of the process."""
 
-    def __init__(self, table: RecordTable, mover: Mover, policy: MemoryPolicy) -> None:
+    def __init__(self, table: RecordTable, mover: Mover, policy: MemoryPolicy, limits: Limits) -> None:
         self._table = table
         self._mover = mover
         self._policy = policy
-        self._turns: dict[torch.device, Turns] = {}  # guarded by the table's lock, as the next
+        self._limits = limits
+        self._turns: dict[torch.device, Turns] = {}  # guarded by the table's lock, as the next two
         self.reruns = 0
+        self.migrated = 0
 
-    def rerun(self, call: Callable[[], T | NoRoom], no_room: NoRoom, keep: Sequence[Record] = ()) -> T:
+    def rerun(
+        self,
+        call: Callable[[], T | NoRoom],
+        no_room: NoRoom,
+        operands: Sequence[Record] = (),
+        written: Sequence[Record] = (),
+    ) -> T:
         """Make room and run *call*, again until it succeeds.
 
         Args:
             call: returns ``NoRoom``, having changed nothing, as long as it finds no room.
             no_room: what it has just returned.
-            keep: what must not be spilled for it: its operands.
+            operands: what must not be spilled for it.
+            written: those of the operands that it writes to.
 
         Raises:
             DeviceMemoryError: there is no room and none can be made; the text lists who holds what.
+            ElsewhereError: there is room on another device, and the call may be made there.
         """
         task = ownership.thread.owner
-        if task is None and keep:
-            task = keep[0].owner
+        if task is None and operands:
+            task = operands[0].owner
         age = _YOUNGEST if task is None else task.age
+        may_leave = not (ownership.thread.stays or written or any(record.pins for record in operands))
         while True:
+            request = _Request(no_room.device, no_room.needed_bytes, no_room.needed_bytes, operands, task, may_leave)
             # One turn at a time: two threads that each held one and wanted the other's would wait for ever.
             with self._turns_of(no_room.device).turn(age):
-                outcome = self._rerun_on(no_room.device, call, no_room.needed_bytes, keep, task)
+                outcome = self._rerun_on(call, request)
             if not isinstance(outcome, NoRoom):
                 return outcome
             no_room = outcome
 
-    def _rerun_on(
-        self,
-        device: torch.device,
-        call: Callable[[], T | NoRoom],
-        needed_bytes: int,
-        keep: Sequence[Record],
-        task: Owner | None,
-    ) -> T | NoRoom:
-        """Make room on *device* until *call* succeeds or finds no room on another one. The turn is held."""
-        wanted_bytes = needed_bytes
+    def note_migration(self, target: torch.device) -> None:
+        """Count a call of the calling thread that is about to be made on *target*, and tell its task."""
+        owner = ownership.thread.owner
+        with self._table.lock:
+            self.migrated += 1
+            if owner is not None:
+                owner.migrated += 1
+        if owner is not None and owner.on_migration is not None:
+            owner.on_migration(target)
+
+    def _rerun_on(self, call: Callable[[], T | NoRoom], request: _Request) -> T | NoRoom:
+        """Make room on a device until *call* succeeds or finds no room on another one. The turn is held."""
         vain = 0  # reruns in a row before which there was nothing to spill
         while True:
-            spilled = self._make_room(device, wanted_bytes, needed_bytes, keep, task, vain)
-            vain = 0 if spilled else vain + 1
+            vain = 0 if self._make_room(request, vain) else vain + 1
             with self._table.lock:
                 self.reruns += 1
             outcome = call()
-            if not isinstance(outcome, NoRoom) or outcome.device != device:
+            if not isinstance(outcome, NoRoom) or outcome.device != request.device:
                 return outcome
             # Freed, but not enough, or in pieces, or taken by others: more than before.
             needed_bytes = outcome.needed_bytes
-            wanted_bytes = max(wanted_bytes * 2, needed_bytes)
+            request = request._replace(
+                needed_bytes=needed_bytes, wanted_bytes=max(request.wanted_bytes * 2, needed_bytes)
+            )
 
     def _turns_of(self, device: torch.device) -> Turns:
         with self._table.lock:
@@ -122,16 +159,8 @@ class Relief:
                 self._turns[device] = Turns(self._table.changed)
             return self._turns[device]
 
-    def _make_room(
-        self,
-        device: torch.device,
-        wanted_bytes: int,
-        needed_bytes: int,
-        keep: Sequence[Record],
-        task: Owner | None,
-        vain: int,
-    ) -> bool:
-        """Free *wanted_bytes* on *device*, or as many as can be; wait where that helps. The turn is held.
+    def _make_room(self, request: _Request, vain: int) -> bool:
+        """Free what is wanted, or as much as can be; wait where that helps. The turn is held.
 
         Returns:
             Whether anything was spilled. If not, another try is worth it all the same.
@@ -139,70 +168,102 @@ class Relief:
         Raises:
             DeviceMemoryError: another try is not worth it.
         """
-        if needed_bytes > device_memory(device).total_bytes:
-            raise DeviceMemoryError(self._report(device, needed_bytes, "that is more than the device has"))
-        if self._spill_coldest(device, wanted_bytes, keep, task):
+        device, needed_bytes = request.device, request.needed_bytes
+        if needed_bytes > self._limits.memory(device).total_bytes:
+            reason = "that is more than the device has"
+            self._send_elsewhere(request, reason)
+            raise DeviceMemoryError(self._report(device, needed_bytes, reason))
+        if self._spill_coldest(request):
             return True
         if vain == 0:
             # What the allocator keeps for reuse may be in the wrong pieces.
             torch.accelerator.memory.empty_cache()
             return False
-        if self._wait_for_others(device, keep, task):
-            self._spill_coldest(device, wanted_bytes, keep, task)
-            return True  # if another was faster, there is something else now
-        if vain < _MAX_VAIN_RERUNS and device_memory(device).free_bytes >= needed_bytes:
-            return False  # there is room, by the device's own account; whoever took it for a moment may be done
         reason = "beside the kernel's own operands nothing that is there can be moved"
-        raise DeviceMemoryError(self._report(device, needed_bytes, reason, keep))
+        freed = self._wait_for_others(request, for_tasks=False)
+        if not freed:
+            self._send_elsewhere(request, reason)
+            freed = self._wait_for_others(request, for_tasks=True)
+        if freed:
+            self._spill_coldest(request)
+            return True  # if another was faster, there is something else now
+        if vain < _MAX_VAIN_RERUNS and self._limits.memory(device).free_bytes >= needed_bytes:
+            return False  # there is room, by the device's own account; whoever took it for a moment may be done
+        raise DeviceMemoryError(self._report(device, needed_bytes, reason, request.operands))
 
-    def _spill_coldest(
-        self, device: torch.device, wanted_bytes: int, keep: Sequence[Record], task: Owner | None
-    ) -> bool:
-        """Spill from *device* until *wanted_bytes* are freed; return whether anything was.
-
-        What finished tasks left goes first, then what other tasks have, then the task's own; each by its last use.
-        """
+    def _send_elsewhere(self, request: _Request, reason: str) -> None:
+        """Raise if another device has room for the call, or can make it, and the call may leave."""
+        if not request.may_leave:
+            return
+        needed_bytes = request.needed_bytes + sum(record.n_bytes for record in request.operands)
+        room = {peer: self._limits.memory(peer).free_bytes for peer in self._limits.peers(request.device)}
         with self._table.lock:
-            candidates = [
-                (_rank(record, task), record.last_use, i, record)
-                for i, record in enumerate(self._table.live())
-                if record.device == device
-                and record.residency is Residency.RESIDENT
-                and record not in keep
-                and record.obstacle() is None
-            ]
+            busy = self._table.in_use()
+            for record in self._table.live():
+                is_there = record.device in room and record.residency is Residency.RESIDENT
+                if is_there and self._table.obstacle(record, busy) is None:
+                    room[record.device] += record.n_bytes
+        target = max(room, key=lambda device: room[device], default=request.device)
+        if target != request.device and room[target] >= needed_bytes:
+            raise ElsewhereError(self._report(request.device, request.needed_bytes, reason, request.operands), target)
+
+    def _spill_coldest(self, request: _Request) -> bool:
+        """Spill from the device until what is wanted is freed; return whether anything was.
+
+        What was spilled to this device from others goes first, then what finished tasks left, then what other tasks
+        have, then the task's own; each by its last use.
+        """
+        candidates = []
+        with self._table.lock:
+            busy = self._table.in_use()
+            for i, record in enumerate(self._table.live()):
+                if record.residency is Residency.PEER and record.copy.bytes.device == request.device:
+                    candidates.append((0, record.last_use, i, record))
+                elif (
+                    record.device == request.device
+                    and record.residency is Residency.RESIDENT
+                    and record not in request.operands
+                    and self._table.obstacle(record, busy) is None
+                ):
+                    candidates.append((_rank(record, request.task), record.last_use, i, record))
         freed = 0
-        for *_, record in sorted(candidates):
-            if self._mover.spill(record, self._policy.spill):
+        for rank, _, _, record in sorted(candidates):
+            move = self._mover.sink if rank == 0 else self._mover.spill
+            if move(record, self._policy.spill):
                 freed += record.n_bytes
-                if freed >= wanted_bytes:
+                if freed >= request.wanted_bytes:
                     break
         return freed > 0
 
-    def _wait_for_others(self, device: torch.device, keep: Sequence[Record], task: Owner | None) -> bool:
+    def _wait_for_others(self, request: _Request, *, for_tasks: bool) -> bool:
         """Wait until something of another kernel or task may have become movable; return whether it has.
 
-        Kernels in flight are waited for as long as they take. What another running task holds on to, and cannot be
-        moved, is waited for at most ``wait_s``: that task may be waiting for this one.
+        Kernels in flight are waited for as long as they take.
+
+        Args:
+            for_tasks: whether to wait, at most ``wait_s``, for what other running tasks hold on to and cannot be moved
+                (they may be waiting for this one); else for a moment, for references that are just going.
         """
-        grace = time.monotonic() + min(_GRACE_S, self._policy.wait_s)
-        deadline = time.monotonic() + self._policy.wait_s
+        wait_s = self._policy.wait_s if for_tasks else min(_GRACE_S, self._policy.wait_s)
+        deadline = time.monotonic() + wait_s
         with self._table.lock:
             landed = self._table.landed
             while True:
-                others = [r for r in self._table.live() if r.device == device and r not in keep]
+                others = [r for r in self._table.live() if r.device == request.device and r not in request.operands]
                 others = [r for r in others if r.residency in _ON_DEVICE]
-                if any(r.residency is Residency.RESIDENT and r.obstacle() is None for r in others):
+                busy = self._table.in_use()
+                if any(r.residency is Residency.RESIDENT and self._table.obstacle(r, busy) is None for r in others):
                     return True
-                in_flight = any(r.users or r.residency in _IN_COPY for r in others)
-                held = any(r.owner is not None and r.owner is not task and not r.owner.finished for r in others)
-                unregistered = self._table.in_flight > 0  # this thread has none: its kernel has found no room
+                in_flight = any(r in busy or r.residency in MOVING for r in others)
+                unregistered = self._table.in_flight()  # this thread has none: its kernel has found no room
                 if not in_flight and not unregistered and landed != self._table.landed:
                     return True  # what was in flight is down, and what it made may have gone already
-                # Neither pinned nor exported: what shares its memory is likely on its way out of some frame.
-                fading = any(not r.pins and r.immovable is None for r in others)
-                now = time.monotonic()
-                if not in_flight and not ((held or unregistered) and now < deadline) and not (fading and now < grace):
+                if for_tasks:
+                    owners = {r.owner for r in others} - {None, request.task}
+                    hope = any(owner is not None and not owner.finished for owner in owners)
+                else:  # what is neither pinned nor exported shares its memory with something in some frame
+                    hope = any(not r.pins and r.immovable is None for r in others)
+                if not in_flight and not ((hope or unregistered) and time.monotonic() < deadline):
                     return False
                 self._table.waiting += 1
                 try:
@@ -217,10 +278,13 @@ class Relief:
             for record in self._table.live():
                 if record.device == device and record.residency in _ON_DEVICE:
                     name = "no task" if record.owner is None else record.owner.name
-                    obstacle = "an operand of the kernel" if record in operands else record.obstacle()
+                    obstacle = "an operand of the kernel" if record in operands else self._table.obstacle(record)
                     key = name, obstacle or "movable"
                     held[key] = held.get(key, 0) + record.n_bytes
-        memory = device_memory(device)
+                elif record.residency is Residency.PEER and record.copy.bytes.device == device:
+                    key = f"spilled from {record.device}", "no tier below has room"
+                    held[key] = held.get(key, 0) + record.n_bytes
+        memory = self._limits.memory(device)
         lines = [
             f"no room for {format_bytes(wanted_bytes)} on {device}: {reason}.",
             f"  {device} has {format_bytes(memory.total_bytes)}, {format_bytes(memory.free_bytes)} of it free; "
@@ -232,10 +296,5 @@ class Relief:
 
 def _rank(record: Record, task: Owner | None) -> int:
     if record.owner is None or record.owner.finished:
-        return 0
-    return 2 if record.owner is task else 1
-
-
-def device_memory(device: torch.device) -> DeviceMemory:
-    """Read the memory of *device*."""
-    return (AcceleratorDevice(device) if device.type != "cpu" else CpuDevice()).memory()
+        return 1
+    return 3 if record.owner is task else 2

@@ -16,6 +16,9 @@ class MemoryStatistics:
     tier_bytes: dict[str, int] = field(default_factory=dict)  # now in each tier, as counted against its limit
     managed_bytes: dict[str, int] = field(default_factory=dict)  # now resident, by device
     reruns: int = 0  # kernels run again because the device had no room at first
+    migrated: int = 0  # calls made on another device because their own had no room
+    # By task, of those that run or have left tensors: bytes moved, by "spilled host" and so on.
+    task_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{'':12}{'spilled':>22}{'unspilled':>22}{'now there':>16}"]
@@ -28,5 +31,8 @@ class MemoryStatistics:
             )
         for device, n_bytes in sorted(self.managed_bytes.items()):
             lines.append(f"{device:12}{n_bytes:>60,}")
-        lines.append(f"kernels run again for want of room: {self.reruns}")
+        lines.append(f"kernels run again for want of room: {self.reruns}, on another device: {self.migrated}")
+        for task, moved in self.task_bytes.items():
+            if moved:
+                lines.append(f"{task}: {', '.join(f'{what} {n_bytes:,}' for what, n_bytes in sorted(moved.items()))}")
         return "\n".join(lines)

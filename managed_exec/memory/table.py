@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 
@@ -24,12 +27,16 @@ class RecordTable:
         # Reentrant: the collector may run a destructor that uses a managed tensor while this thread has the lock.
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self.waiting = 0  # threads that wait for kernels to end; guarded by the lock, as the next three
-        self.in_flight = 0  # kernels whose memory may have no record yet
-        self.landed = 0  # kernels that have ended
-        self._clock = 0
+        self.waiting = 0  # threads that wait for kernels to end; guarded by the lock
+        # Kernels that have ended. Counted without the lock: of two that end at once one may go uncounted, which does
+        # not matter to whoever looks whether any has.
+        self.landed = 0
+        self._clock = itertools.count(1)
+        self._flights: weakref.WeakSet[Flights] = weakref.WeakSet()  # one a thread; guarded by the lock
+        self._thread = _Thread(self.lock, self._flights)
         # By the storage's address; entries go with their record. Changed without the lock by the record's death alone.
         self._records: dict[int, weakref.ref[Record]] = {}
+        self._forget = _forgetter(self._records)
 
     def record_of(self, storage: torch.UntypedStorage, owner: Owner | None) -> Record | None:
         """Return the record of *storage*, a new one if it has none; None if it is too small to be managed."""
@@ -44,27 +51,49 @@ class RecordTable:
             record = self._find(address)
             if record is None:
                 record = Record(storage, n_bytes, owner or ownership.thread.owner)
-                record.last_use = self.tick()
-                self._records[address] = weakref.ref(record, self._forgetter(address))
+                record.last_use = next(self._clock)
+                self._records[address] = weakref.ref(record, partial(self._forget, address))
         return record
 
-    def take_off(self) -> None:
-        """Count a kernel that is in flight: it may have memory that has no record yet."""
-        with self.lock:
-            self.in_flight += 1
+    # -- kernels in flight ------------------------------------------------------------------------------------------
+
+    def take_off(self, records: Sequence[Record]) -> None:
+        """Note that a kernel of the calling thread uses *records* and may have memory that has no record yet.
+
+        Takes no lock, for it is on the way of every kernel. Whoever frees a storage sets its state first and looks at
+        the kernels in flight then; a kernel is noted first and looks at the states then. So one sees the other.
+        """
+        self._thread.flights.records.append(records)
 
     def land(self) -> None:
-        """Count a kernel that has ended: what it made has a record, or is gone."""
-        with self.lock:
-            self.in_flight -= 1
-            self.landed += 1
-            if self.waiting:
+        """Note that the calling thread's last kernel has ended: what it made has a record, or is gone."""
+        self._thread.flights.records.pop()
+        self.landed += 1
+        if self.waiting:
+            with self.lock:
                 self.changed.notify_all()
 
+    def in_use(self) -> set[Record]:
+        """Return the records that kernels in flight use. The lock is held."""
+        return {record for flights in self._flights for records in list(flights.records) for record in list(records)}
+
+    def in_flight(self) -> bool:
+        """Return whether any kernel is in flight. The lock is held."""
+        return any(flights.records for flights in self._flights)
+
     def tick(self) -> int:
-        """Advance the clock of uses and return its reading. The lock is held."""
-        self._clock += 1
-        return self._clock
+        """Advance the clock of uses and return its reading."""
+        return next(self._clock)
+
+    def obstacle(self, record: Record, in_use: Collection[Record] | None = None) -> str | None:
+        """Return why *record* cannot be moved now; None if it can. The lock is held.
+
+        Args:
+            in_use: what ``in_use`` has returned, for who asks of many records.
+        """
+        if record in (self.in_use() if in_use is None else in_use):
+            return "in use by a kernel"
+        return record.obstacle()
 
     def live(self) -> list[Record]:
         """Return all records. The lock is held."""
@@ -73,28 +102,40 @@ class RecordTable:
     def movable(self) -> list[Record]:
         """Return the resident records that could be spilled now, least recently used first."""
         with self.lock:
-            found = [r for r in self.live() if r.residency is Residency.RESIDENT and r.obstacle() is None]
+            busy = self.in_use()
+            found = [r for r in self.live() if r.residency is Residency.RESIDENT and self.obstacle(r, busy) is None]
         return sorted(found, key=lambda record: record.last_use)
 
     def _find(self, address: int) -> Record | None:
         reference = self._records.get(address)
         return None if reference is None else reference()
 
-    def _forgetter(self, address: int) -> _Forgetter:
-        return _Forgetter(self._records, address)
+
+class Flights:
+    """The kernels of one thread that are in flight, each with its records; several where one runs inside another."""
+
+    __slots__ = ("__weakref__", "records")
+
+    def __init__(self) -> None:
+        self.records: list[Sequence[Record]] = []  # changed by its thread alone, in single steps
 
 
-class _Forgetter:
-    """Remove a dead record's entry. The collector may call it anywhere, so it takes no lock."""
+class _Thread(threading.local):
+    """The calling thread's kernels in flight."""
 
-    __slots__ = ("_address", "_records")
+    def __init__(self, lock: threading.RLock, all_flights: weakref.WeakSet[Flights]) -> None:
+        self.flights = Flights()
+        with lock:
+            all_flights.add(self.flights)
 
-    def __init__(self, records: dict[int, weakref.ref[Record]], address: int) -> None:
-        self._records = records
-        self._address = address
 
-    def __call__(self, dead: weakref.ref[Record]) -> None:
+def _forgetter(records: dict[int, weakref.ref[Record]]) -> Callable[[int, weakref.ref[Record]], None]:
+    """Return what removes a dead record's entry. The collector may call it anywhere, so it takes no lock."""
+
+    def forget(address: int, dead: weakref.ref[Record]) -> None:
         # The storage is freed after its record, so the address is not another storage's yet; but the same storage may
         # have got a new record.
-        if self._records.get(self._address) is dead:
-            del self._records[self._address]
+        if records.get(address) is dead:
+            del records[address]
+
+    return forget

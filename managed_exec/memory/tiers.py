@@ -1,4 +1,4 @@
-"""The places below the devices: main memory and disk.
+"""The places a storage can go: another device's memory, main memory, disk.
 
 Each stores the bytes of one storage as a copy of its own, gives them back, and drops them. A tier that cannot take a
 copy raises ``TierFullError`` and holds nothing of it.
@@ -20,15 +20,17 @@ from typing import Protocol
 import torch
 
 from managed_exec.errors import TierFullError
+from managed_exec.memory.limits import Limits
 from managed_exec.memory.record import Residency
 from managed_exec.sizes import format_bytes
 
 _PREFIX = "managed_exec-spill-"
 _LOCK_NAME = "in-use"
+_FREE_SHARE_OF_PEER = 0.25  # what a peer keeps free of its memory when it takes a copy
 
 
 class Copy:
-    """Bytes in a tier: a one-dimensional byte tensor on the CPU, and what it costs there."""
+    """Bytes in a tier: a one-dimensional byte tensor, and what it costs there."""
 
     __slots__ = ("bytes", "charged_bytes", "path")
 
@@ -41,8 +43,8 @@ class Copy:
 class Tier(Protocol):
     residency: Residency
 
-    def allocate(self, n_bytes: int, *, pinned: bool) -> Copy:
-        """Return room for *n_bytes*; *pinned* asks for memory that devices copy to asynchronously."""
+    def allocate(self, n_bytes: int, home: torch.device) -> Copy:
+        """Return room for *n_bytes* of a storage of the device *home*."""
 
     def release(self, copy: Copy) -> None:
         """Drop *copy*. Called once, from any thread, also by the garbage collector."""
@@ -75,6 +77,36 @@ class _Budget:
             self.used_bytes -= n_bytes
 
 
+class PeerTier:
+    """The memory of other devices, as long as much of it stays free for their own tasks."""
+
+    residency = Residency.PEER
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._budget = _Budget("peer", None)
+
+    def allocate(self, n_bytes: int, home: torch.device) -> Copy:
+        free = {peer: self._limits.memory(peer) for peer in self._limits.peers(home)}
+        for peer in sorted(free, key=lambda peer: -free[peer].free_bytes):
+            if free[peer].free_bytes - n_bytes < free[peer].total_bytes * _FREE_SHARE_OF_PEER:
+                continue
+            try:
+                copy = Copy(torch.empty(n_bytes, dtype=torch.uint8, device=peer), n_bytes)
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
+                continue
+            self._budget.take(n_bytes)
+            return copy
+        raise TierFullError(f"no other device has {format_bytes(n_bytes)} to spare")
+
+    def release(self, copy: Copy) -> None:
+        self._budget.give_back(copy.charged_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._budget.used_bytes
+
+
 class HostTier:
     """Main memory, pinned where the copy comes from an accelerator."""
 
@@ -83,7 +115,8 @@ class HostTier:
     def __init__(self, limit_bytes: int | None) -> None:
         self._budget = _Budget("host", limit_bytes)
 
-    def allocate(self, n_bytes: int, *, pinned: bool) -> Copy:
+    def allocate(self, n_bytes: int, home: torch.device) -> Copy:
+        pinned = home.type != "cpu"  # so that the device copies to it asynchronously
         # torch's pinned allocator rounds up to a power of two, and that is what is taken.
         charged = 1 << (n_bytes - 1).bit_length() if pinned else n_bytes
         self._budget.take(charged)
@@ -119,7 +152,7 @@ class DiskTier:
         self._pid = os.getpid()  # of the process that made the directory
         self._names = 0
 
-    def allocate(self, n_bytes: int, *, pinned: bool) -> Copy:
+    def allocate(self, n_bytes: int, home: torch.device) -> Copy:
         self._budget.take(n_bytes)
         path = None
         try:

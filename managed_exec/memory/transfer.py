@@ -8,9 +8,11 @@ No lock is held here.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 
 import torch
 
+from managed_exec.devices import current_stream
 from managed_exec.memory.record import Record
 from managed_exec.memory.tiers import Copy
 
@@ -35,17 +37,16 @@ def whole(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def copy_out(record: Record, copy: Copy, streams: CopyStreams) -> None:
-    """Fill *copy* with the bytes of the record's storage, which stays as it is."""
-    source = whole(record.storage)
-    if not record.in_streams:
+def copy_out(source: torch.Tensor, after: Iterable[torch.Stream | None], copy: Copy, streams: CopyStreams) -> None:
+    """Fill *copy* with the bytes of *source*, which were written and read in the streams *after*."""
+    if source.device.type == "cpu":
         copy.bytes.copy_(source)
         return
-    stream = streams.get(record.device, "out")
-    for earlier in (record.writer, *record.readers):
+    stream = streams.get(source.device, "out")
+    for earlier in after:
         if earlier is not None:
             stream.wait_stream(earlier)
-    if not copy.bytes.is_pinned():
+    if copy.bytes.device.type == "cpu" and not copy.bytes.is_pinned():
         # Not a page the device can copy to by itself; the copy is synchronous then, whatever it is asked.
         with stream:
             copy.bytes.copy_(source)
@@ -64,8 +65,8 @@ def copy_in(record: Record, copy: Copy) -> None:
         target.copy_(copy.bytes)
         return
     # In the current stream, for the memory was just allocated there: an earlier user of it may still be at work.
-    target.copy_(copy.bytes, non_blocking=copy.bytes.is_pinned())
-    torch.accelerator.current_stream(record.device).synchronize()
+    target.copy_(copy.bytes, non_blocking=copy.bytes.device.type == "cpu" and copy.bytes.is_pinned())
+    current_stream(record.device).synchronize()
 
 
 def free_storage(record: Record) -> None:

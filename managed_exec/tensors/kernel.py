@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,21 +19,40 @@ T = TypeVar("T")
 
 
 class OperatorCall:
-    """One call of an operator, as the memory manager runs it: as often as needed, until there is room."""
+    """One call of an operator, as the memory manager runs it: as often as needed, until there is room.
 
-    __slots__ = ("args", "func", "kwargs", "records")
+    Args:
+        records: of the operands.
+        writes: whether the operator writes to any of them.
+        adopt: makes what the operator returns managed.
+    """
 
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], records: list[Record]) -> None:
+    __slots__ = ("adopt", "args", "func", "kwargs", "records", "writes")
+
+    def __init__(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        records: Sequence[Record],
+        writes: bool,
+        adopt: Callable[[Any], Any],
+    ) -> None:
         self.func = func
         self.args = args
         self.kwargs = kwargs
         self.records = records
+        self.writes = writes
+        self.adopt = adopt
 
     def __call__(self) -> Any:
         with _DisableTorchDispatch():
-            return self.func(*self.args, **self.kwargs)
+            result = self.func(*self.args, **self.kwargs)
+        return self.adopt(result)
 
     def written(self) -> list[Record]:
+        if not self.writes:
+            return []
         found = []
         for tensor in written_tensors(self.func, self.args, self.kwargs):
             record = getattr(tensor, "_record", None)
@@ -59,18 +78,23 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     )
 
 
+def same_view(tensor: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
+    """Return *copied*, the bytes of the storage of *tensor*, as *tensor* sees them."""
+    with _DisableTorchDispatch():
+        view = torch.empty(0, dtype=tensor.dtype, device=copied.device)
+        view.set_(copied.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        view = torch._neg_view(view) if tensor.is_neg() else view
+        return torch._conj(view) if tensor.is_conj() else view
+
+
 def or_no_room(call: Callable[[], T], device: torch.device, table: RecordTable) -> T | NoRoom:
-    """Return what *call* returns, still in flight, or that it has found no room on *device*."""
-    table.take_off()
-    landed = False
+    """Return what *call* returns, all of it with its records, or that it has found no room on *device*."""
+    table.take_off(())
     try:
-        result = call()
-        landed = True  # by the caller, once the result is registered
+        return call()
     except DeviceMemoryError:
         raise
     except torch.OutOfMemoryError as error:
         return NoRoom.of(error, device)
     finally:
-        if not landed:
-            table.land()
-    return result
+        table.land()

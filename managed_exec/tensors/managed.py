@@ -22,12 +22,12 @@ from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, _Disabl
 
 from managed_exec.errors import DeviceMemoryError, NotMovableError
 from managed_exec.memory.manager import MemoryManager, manager
-from managed_exec.memory.owner import Owner
+from managed_exec.memory.owner import Owner, staying
 from managed_exec.memory.record import Record
-from managed_exec.memory.relief import NoRoom
+from managed_exec.memory.relief import ElsewhereError, NoRoom
 from managed_exec.tensors.backward import BACKWARD_CALLS, run_backward
 from managed_exec.tensors.colocation import Colocated, DeviceMismatchError, meeting_device, tensors_of
-from managed_exec.tensors.kernel import OperatorCall, or_no_room, written_tensors
+from managed_exec.tensors.kernel import OperatorCall, or_no_room, same_view, written_tensors
 from managed_exec.tensors.schema import written_arguments
 from managed_exec.tensors.writes import note_writes, was_written, write_count
 
@@ -46,6 +46,11 @@ _EXPORTS: frozenset[Any] = frozenset(
     }
 )
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SPECIAL = _EXPORTS | BACKWARD_CALLS  # looked up on the way of every call
+
+# The two operators that read one tensor wherever it is, and by which values travel between devices.
+_TO_COPY: Any = torch.ops.aten._to_copy.default
+_COPY: Any = torch.ops.aten.copy_.default
 
 
 class ManagedTensor(torch.Tensor):
@@ -64,17 +69,16 @@ class ManagedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in _EXPORTS:
-            _export(args[0], func)
-        elif func in BACKWARD_CALLS:
-            with DisableTorchFunctionSubclass():
-                return run_backward(func, args, kwargs or {}, _EnableTorchFunction)
+        if func in _SPECIAL:
+            if func in BACKWARD_CALLS:
+                with DisableTorchFunctionSubclass(), staying():
+                    return run_backward(func, args, kwargs or {}, _EnableTorchFunction)
+            if func in _EXPORTS:
+                _export(args[0], func)
         before = write_count()
         try:
             with DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs) if kwargs else func(*args)
-        except DeviceMemoryError:
-            raise
         except RuntimeError as error:
             # The call is made again, if it has not changed its operands yet.
             tensors = tensors_of((*args, *kwargs.values()) if kwargs else args)
@@ -102,6 +106,8 @@ class ManagedTensor(torch.Tensor):
     @classmethod
     def _dispatch(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         keeper = manager()
+        if func is _TO_COPY or func is _COPY:
+            args = _read_elsewhere(func, args, kwargs, keeper)
         records: list[Record] = []
         for value in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(value, ManagedTensor):
@@ -115,8 +121,17 @@ class ManagedTensor(torch.Tensor):
                         if record is not None and record not in records:
                             records.append(record)
         owner = records[0].owner if records else None
+        writes = bool(written_arguments(func))
+
+        def adopt(result: Any) -> Any:
+            if writes:
+                written = written_tensors(func, args, kwargs)
+                note_writes(written)
+                _refresh(func, written)
+            return _wrap(result, keeper, owner)
+
         try:
-            result = keeper.run(OperatorCall(func, args, kwargs, records))
+            return keeper.run(OperatorCall(func, args, kwargs, records, writes, adopt))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -124,14 +139,6 @@ class ManagedTensor(torch.Tensor):
             if target is None:
                 raise
             raise DeviceMismatchError(target, str(error)) from error
-        try:
-            if written_arguments(func):
-                written = written_tensors(func, args, kwargs)
-                note_writes(written)
-                _refresh(func, written)
-            return _wrap(result, keeper, owner)
-        finally:
-            keeper.table.land()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is not readable
         plain = plain_copy(self, torch.device("cpu"))
@@ -268,6 +275,12 @@ def _remedy(
     error: RuntimeError, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[torch.Tensor]
 ) -> Callable[[Callable[..., Any]], Any] | None:
     """Return how to make a call that raised *error* again, so that it succeeds; None if there is no way."""
+    if isinstance(error, ElsewhereError):
+        place = error.target
+        manager().relief.note_migration(place)
+        return lambda func: Colocated(args, kwargs, place).call(functools.partial(_call_below, func))
+    if isinstance(error, DeviceMemoryError):
+        return None
     if isinstance(error, torch.OutOfMemoryError):
         # A plain tensor that the call made on its way: those of managed ones have found room below.
         device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
@@ -287,9 +300,7 @@ def _remedy(
 
 def _rerun(call: Callable[[], T], no_room: NoRoom) -> T:
     keeper = manager()
-    result = keeper.relief.rerun(lambda: or_no_room(call, no_room.device, keeper.table), no_room)
-    keeper.table.land()
-    return result
+    return keeper.relief.rerun(lambda: or_no_room(call, no_room.device, keeper.table), no_room)
 
 
 def _call_below(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -330,11 +341,29 @@ def _register(handle: ManagedTensor, tensor: torch.Tensor, keeper: MemoryManager
     """Make *handle* one of the handles of the storage of *tensor*."""
     handle._known = True
     # Sparse tensors are made of tensors of their own; those of a fake or meta device have no memory.
-    if tensor.layout is torch.strided and tensor.device.type != "meta":
-        record = keeper.record_of(tensor.untyped_storage(), owner)
+    if tensor.layout is torch.strided and not tensor.is_meta:
+        record = keeper.table.record_of(tensor.untyped_storage(), owner)
         if record is not None:
             handle._record = record
             handle._alive = record.alive
+
+
+def _read_elsewhere(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], keeper: MemoryManager
+) -> tuple[Any, ...]:
+    """Return the arguments of a copy, a spilled source that goes elsewhere replaced by its copy in a tier."""
+    if func is _COPY:
+        index, device = 1, args[0].device
+    else:
+        index, device = 0, kwargs.get("device")
+    source = args[index]
+    if device is None or not isinstance(source, ManagedTensor):
+        return args
+    record = _record_of(source)
+    copied = None if record is None else keeper.copy_elsewhere(record, device)
+    if copied is None:
+        return args
+    return (*args[:index], same_view(source, copied), *args[index + 1 :])
 
 
 def _refresh(func: Any, written: list[torch.Tensor]) -> None:

@@ -58,7 +58,7 @@ def test_host_budget_is_kept_and_the_rest_goes_to_disk(simulator: Kind, tmp_path
     assert all(bool((result == i).all()) for i, result in enumerate(results))
     assert peak_bytes() <= DEVICE_BYTES
     del results
-    assert manager.statistics().tier_bytes == {"host": 0, "disk": 0}
+    assert manager.statistics().tier_bytes == {"peer": 0, "host": 0, "disk": 0}
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "in-use"]
 
 

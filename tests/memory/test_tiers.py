@@ -39,7 +39,7 @@ def test_there_and_back(small_device: MemoryManager, tier: str) -> None:
     assert tensor.device == torch.device("sim:0")
     assert tensor.unspill().residency == "device"
     assert tensor.tolist() == list(range(1000))
-    assert small_device.statistics().tier_bytes == {"host": 0, "disk": 0}
+    assert small_device.statistics().tier_bytes == {"peer": 0, "host": 0, "disk": 0}
 
 
 def test_between_tiers(small_device: MemoryManager) -> None:
@@ -52,11 +52,11 @@ def test_between_tiers(small_device: MemoryManager) -> None:
 
 def test_pinned_rounding_counts() -> None:
     tier = HostTier(limit_bytes=4096)
-    copy = tier.allocate(2049, pinned=False)
+    copy = tier.allocate(2049, torch.device("cpu"))
     assert tier.used_bytes == 2049
     with pytest.raises(TierFullError, match=r"asked for 4\.0 KiB"):
         # 2,048 bytes are left, and pinned memory comes in powers of two.
-        tier.allocate(2049, pinned=True)
+        tier.allocate(2049, torch.device("sim:0"))
     tier.release(copy)
     assert tier.used_bytes == 0
 
@@ -155,7 +155,7 @@ def test_refusals_say_why(small_device: MemoryManager) -> None:
     tensor.unpin()
     with pytest.raises(ValueError, match="not pinned"):
         tensor.unpin()
-    with pytest.raises(ValueError, match="expected one of host, disk, got 'tape'"):
+    with pytest.raises(ValueError, match="expected one of peer, host, disk, got 'tape'"):
         tensor.spill("tape")
     tensor.data_ptr()
     with pytest.raises(NotMovableError, match="handed out by data_ptr"):
@@ -183,11 +183,11 @@ def test_killed_process_leaves_nothing_for_long(tmp_path: Path) -> None:
     assert run("kill") == -signal.SIGKILL
     assert len(files(tmp_path)) == 3
     tier = DiskTier(tmp_path, None)
-    copy = tier.allocate(1000, pinned=False)
+    copy = tier.allocate(1000, torch.device("cpu"))
     assert len(files(tmp_path)) == 1, "the dead process's files are gone, this one's are there"
     tier.release(copy)
     other = DiskTier(tmp_path, None)
-    other.release(other.allocate(1000, pinned=False))
+    other.release(other.allocate(1000, torch.device("cpu")))
     assert len(list(tmp_path.iterdir())) == 2, "a living process's directory is left alone"
     del tier, other
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,89 @@
+"""How much of each device's memory may be used, and how much of that is free.
+
+The allocator itself keeps the limit, for only then does out-of-memory arise at the limit.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from managed_exec import sim
+from managed_exec.devices import AcceleratorDevice, CpuDevice, DeviceMemory
+from managed_exec.memory.policy import MemoryPolicy
+
+
+class Limits:
+    """The devices that may be used, and the limit of each."""
+
+    def __init__(self, policy: MemoryPolicy) -> None:
+        self._policy = policy
+        self._lock = threading.Lock()  # guards the dictionary; a leaf
+        # Bytes that may be used and bytes there are; in the order in which pools came with the devices.
+        self._limits: dict[torch.device, tuple[int, int]] = {}
+
+    def add(self, devices: list[torch.device]) -> None:
+        """Allow the use of *devices*, and have their allocators keep the limit.
+
+        Raises:
+            ValueError: the allocator of such a device keeps no limit.
+        """
+        with self._lock:
+            for device in devices:
+                total = AcceleratorDevice(device).memory().total_bytes
+                if device not in self._limits or total != self._limits[device][0]:  # the simulator, enabled anew
+                    limit = min(self._policy.limit_bytes(total), total)
+                    if limit < total:
+                        _set_limit(device, limit, total)
+                    self._limits[device] = limit, total
+
+    def lift(self) -> None:
+        """Have the allocators keep no limit any more."""
+        with self._lock:
+            for device, (limit, total) in self._limits.items():
+                if limit < total:
+                    _lift_limit(device, limit, total)
+            self._limits.clear()
+
+    def peers(self, device: torch.device) -> list[torch.device]:
+        """Return the other devices of the same kind that there are."""
+        count = torch.accelerator.device_count()
+        with self._lock:
+            return [peer for peer in self._limits if peer.type == device.type and device.index != peer.index < count]
+
+    def memory(self, device: torch.device) -> DeviceMemory:
+        """Read the memory of *device*; its total and what is free are counted up to the limit."""
+        if device.type == "cpu":
+            return CpuDevice().memory()
+        memory = AcceleratorDevice(device).memory()
+        limit, _ = self._limits.get(device, (memory.total_bytes, 0))
+        if limit >= memory.total_bytes:
+            return memory
+        return DeviceMemory(
+            max(0, min(memory.free_bytes, limit - memory.allocated_bytes)), limit, memory.allocated_bytes
+        )
+
+
+def _set_limit(device: torch.device, limit_bytes: int, total_bytes: int) -> None:
+    if device.type == "sim":
+        sim.set_capacity(device.index, limit_bytes)
+    else:
+        _set_fraction(device, limit_bytes / total_bytes)
+
+
+def _lift_limit(device: torch.device, limit_bytes: int, total_bytes: int) -> None:
+    if device.type != "sim":
+        _set_fraction(device, 1.0)
+        return
+    # The simulator may have been enabled anew since, with other devices or another capacity.
+    is_there = sim.is_enabled() and device.index < torch.accelerator.device_count()
+    if is_there and AcceleratorDevice(device).memory().total_bytes == limit_bytes:
+        sim.set_capacity(device.index, total_bytes)
+
+
+def _set_fraction(device: torch.device, fraction: float) -> None:
+    set_fraction = getattr(torch.get_device_module(device), "set_per_process_memory_fraction", None)
+    if set_fraction is None:
+        raise ValueError(f"limit: the allocator of {device} keeps no limit; leave it out")
+    set_fraction(fraction, device)
