@@ -82,8 +82,11 @@ class DeviceContext(TorchFunctionMode):
         self.shares_results = bool(self._baseline.streams)  # whether results need ``share``
         # By position: the device, and whether the mode is needed there.
         self._bindings = [(device.torch_device, self._needs_mode(device.torch_device)) for device in devices]
+        # Books the running task on another device; returns whether that took it. Set by the worker.
+        self.move_booking: Callable[[int, int], bool] = lambda position, to_position: False
         self._streams: dict[int, torch.Stream | None] = {}  # by position; made once, for each has its own workspaces
         # Valid between enter and leave.
+        self.position = 0  # of the device among the pool's
         self.device = torch.device("cpu")
         self.stream: torch.Stream | None = None
         self.task_id = -1
@@ -91,6 +94,7 @@ class DeviceContext(TorchFunctionMode):
 
     def enter(self, position: int, task_id: int, submitter: SubmitterStreams | None) -> None:
         """Make the device at *position* this thread's, after what *submitter* had queued."""
+        self.position = position
         self.device, pushed = self._bindings[position]
         self.task_id = task_id
         if self.shares_results:

@@ -90,6 +90,16 @@ class DeviceLoads:
         with self._lock:
             self._set_running(position, self._running[position] - 1)
 
+    def move(self, position: int, to_position: int) -> bool:
+        """Book a running task on another device than it has; return False, and do nothing, if that takes no more."""
+        with self._lock:
+            if self._tasks_per_device is not None and self._running[to_position] >= self._tasks_per_device:
+                return False
+            self._set_running(position, self._running[position] - 1)
+            self._set_running(to_position, self._running[to_position] + 1)
+            self._used.add(to_position)
+            return True
+
     def record_sample(self, position: int, memory: DeviceMemory, utilization: float | None) -> None:
         """Note what was just read of the device at *position*."""
         with self._lock:

@@ -72,6 +72,7 @@ class Worker:
                 return
         try:
             context = self._make_context()
+            context.move_booking = self._loads.move
             while True:
                 task = self._tasks.get()
                 if task is not None:
@@ -102,11 +103,11 @@ class Worker:
         except BaseException as raised:  # noqa: BLE001 belongs to the task's future, whatever it is
             error = raised
         else:
-            self._last_position = position
             try:
                 result, error = _run_bound(task, context, position)
             finally:
-                self._loads.give_back(position)
+                self._last_position = context.position  # not the one it began on, if a call of it was made elsewhere
+                self._loads.give_back(context.position)
         task.drop_call()
         try:
             if error is None:

@@ -18,18 +18,18 @@ from contextlib import contextmanager
 from typing import Any, SupportsIndex, TypeVar, cast
 
 import torch
-from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, _DisableTorchDispatch, _EnableTorchFunction
+from torch._C import DisableTorchFunctionSubclass, _DisableTorchDispatch, _EnableTorchFunction
 
 from managed_exec.errors import DeviceMemoryError, NotMovableError
-from managed_exec.memory.manager import MemoryManager, manager
-from managed_exec.memory.owner import Owner, staying
+from managed_exec.memory.manager import manager
+from managed_exec.memory.owner import staying
 from managed_exec.memory.record import Record
 from managed_exec.memory.relief import ElsewhereError, NoRoom
 from managed_exec.tensors.backward import BACKWARD_CALLS, run_backward
 from managed_exec.tensors.colocation import Colocated, DeviceMismatchError, meeting_device, tensors_of
-from managed_exec.tensors.kernel import OperatorCall, or_no_room, same_view, written_tensors
-from managed_exec.tensors.schema import written_arguments
-from managed_exec.tensors.writes import note_writes, was_written, write_count
+from managed_exec.tensors.handle import Handle
+from managed_exec.tensors.kernel import or_no_room
+from managed_exec.tensors.writes import was_written, write_count
 
 T = TypeVar("T")
 _make_subclass = torch.Tensor._make_subclass
@@ -48,18 +48,9 @@ _EXPORTS: frozenset[Any] = frozenset(
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SPECIAL = _EXPORTS | BACKWARD_CALLS  # looked up on the way of every call
 
-# The two operators that read one tensor wherever it is, and by which values travel between devices.
-_TO_COPY: Any = torch.ops.aten._to_copy.default
-_COPY: Any = torch.ops.aten.copy_.default
 
-
-class ManagedTensor(torch.Tensor):
+class ManagedTensor(Handle):
     """A tensor whose memory is managed. ``manage(x)`` makes one; so does ``x.as_subclass(ManagedTensor)``."""
-
-    # Of a handle that was not looked at yet: as_subclass makes handles without asking anyone.
-    _known = False
-    _record: Record | None = None
-    _alive: object | None = None
 
     @classmethod
     def __torch_function__(
@@ -87,58 +78,9 @@ class ManagedTensor(torch.Tensor):
                 raise
         else:
             if func == _SET_DATA:
-                _forget(args[0])
+                args[0].forget()
             return result
         return remedy(func)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's own annotation lacks func
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        # Below autograd there is no function level, whoever has switched it on above (see tensors.backward).
-        with DisableTorchFunction():
-            return cls._dispatch(func, args, kwargs or {})
-
-    @classmethod
-    def _dispatch(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        keeper = manager()
-        if func is _TO_COPY or func is _COPY:
-            args = _read_elsewhere(func, args, kwargs, keeper)
-        records: list[Record] = []
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(value, ManagedTensor):
-                record = value._record if value._known else _look_up(value, keeper)
-                if record is not None and record not in records:
-                    records.append(record)
-            elif isinstance(value, (list, tuple)):
-                for element in value:
-                    if isinstance(element, ManagedTensor):
-                        record = element._record if element._known else _look_up(element, keeper)
-                        if record is not None and record not in records:
-                            records.append(record)
-        owner = records[0].owner if records else None
-        writes = bool(written_arguments(func))
-
-        def adopt(result: Any) -> Any:
-            if writes:
-                written = written_tensors(func, args, kwargs)
-                note_writes(written)
-                _refresh(func, written)
-            return _wrap(result, keeper, owner)
-
-        try:
-            return keeper.run(OperatorCall(func, args, kwargs, records, writes, adopt))
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            target = meeting_device(tensors_of((*args, *kwargs.values())), records, written_tensors(func, args, kwargs))
-            if target is None:
-                raise
-            raise DeviceMismatchError(target, str(error)) from error
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is not readable
         plain = plain_copy(self, torch.device("cpu"))
@@ -196,7 +138,7 @@ class ManagedTensor(torch.Tensor):
             TierFullError: the tier has no room.
             ValueError: no such tier.
         """
-        record = _record_of(self)
+        record = self.record
         if record is None:
             raise NotMovableError(f"storages below {manager().policy.min_bytes} bytes are never moved")
         manager().spill(record, tier)
@@ -204,7 +146,7 @@ class ManagedTensor(torch.Tensor):
 
     def unspill(self) -> ManagedTensor:
         """Bring the storage back to its device."""
-        record = _record_of(self)
+        record = self.record
         if record is not None:
             manager().unspill(record)
         return self
@@ -212,12 +154,12 @@ class ManagedTensor(torch.Tensor):
     @property
     def residency(self) -> str:
         """Where the bytes are: ``"device"``, ``"host"`` or ``"disk"``; ``"leaving"`` or ``"returning"`` on the way."""
-        record = _record_of(self)
+        record = self.record
         return "device" if record is None else record.residency.value
 
     def pin(self) -> ManagedTensor:
         """Keep the storage on its device until ``unpin``; pins count."""
-        record = _record_of(self)
+        record = self.record
         if record is not None:
             manager().pin(record)
         return self
@@ -228,14 +170,14 @@ class ManagedTensor(torch.Tensor):
         Raises:
             ValueError: it is not pinned.
         """
-        record = _record_of(self)
+        record = self.record
         if record is not None:
             manager().unpin(record)
         return self
 
     @property
     def pinned(self) -> bool:
-        record = _record_of(self)
+        record = self.record
         return record is not None and record.pins > 0
 
     @contextmanager
@@ -267,7 +209,7 @@ def manage(x: torch.Tensor) -> ManagedTensor:
     if x.grad_fn is not None:
         return x.as_subclass(ManagedTensor)  # refers to x itself, as its base, so this one cannot move
     managed = _make_subclass(ManagedTensor, x, x.requires_grad)
-    _record_of(managed)
+    managed._look_up(manager())  # so that it can move from now on
     return managed
 
 
@@ -309,7 +251,7 @@ def _call_below(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _record_of_any(tensor: torch.Tensor) -> Record | None:
-    return _record_of(tensor) if isinstance(tensor, ManagedTensor) else None
+    return tensor.record if isinstance(tensor, ManagedTensor) else None
 
 
 def _plain_alias(tensor: ManagedTensor) -> torch.Tensor:
@@ -326,74 +268,8 @@ def plain_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return copied
 
 
-def _record_of(tensor: ManagedTensor) -> Record | None:
-    return tensor._record if tensor._known else _look_up(tensor, manager())
-
-
-def _look_up(tensor: ManagedTensor, keeper: MemoryManager) -> Record | None:
-    """Find or make the record of a handle that has not been looked at yet."""
-    with DisableTorchFunctionSubclass(), _DisableTorchDispatch():
-        _register(tensor, tensor, keeper, None)
-    return tensor._record
-
-
-def _register(handle: ManagedTensor, tensor: torch.Tensor, keeper: MemoryManager, owner: Owner | None) -> None:
-    """Make *handle* one of the handles of the storage of *tensor*."""
-    handle._known = True
-    # Sparse tensors are made of tensors of their own; those of a fake or meta device have no memory.
-    if tensor.layout is torch.strided and not tensor.is_meta:
-        record = keeper.table.record_of(tensor.untyped_storage(), owner)
-        if record is not None:
-            handle._record = record
-            handle._alive = record.alive
-
-
-def _read_elsewhere(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], keeper: MemoryManager
-) -> tuple[Any, ...]:
-    """Return the arguments of a copy, a spilled source that goes elsewhere replaced by its copy in a tier."""
-    if func is _COPY:
-        index, device = 1, args[0].device
-    else:
-        index, device = 0, kwargs.get("device")
-    source = args[index]
-    if device is None or not isinstance(source, ManagedTensor):
-        return args
-    record = _record_of(source)
-    copied = None if record is None else keeper.copy_elsewhere(record, device)
-    if copied is None:
-        return args
-    return (*args[:index], same_view(source, copied), *args[index + 1 :])
-
-
-def _refresh(func: Any, written: list[torch.Tensor]) -> None:
-    """Note what a kernel that writes may have changed besides the bytes: the storage, or its size."""
-    for tensor in written:
-        if func.overloadpacket is torch.ops.aten.set_:
-            _forget(tensor)
-        elif isinstance(tensor, ManagedTensor) and tensor._record is not None:
-            tensor._record.note_size()
-
-
-def _forget(tensor: Any) -> None:
-    """Have *tensor* looked up again: it has been given another storage."""
-    if isinstance(tensor, ManagedTensor):
-        tensor._known = False
-        tensor._record = tensor._alive = None
-
-
-def _wrap(result: Any, keeper: MemoryManager, owner: Owner | None) -> Any:
-    if type(result) is torch.Tensor:
-        managed = _make_subclass(ManagedTensor, result)
-        _register(managed, result, keeper, owner)
-        return managed
-    if isinstance(result, (list, tuple)):
-        return type(result)([_wrap(element, keeper, owner) for element in result])
-    return result
-
-
 def _export(tensor: Any, func: Callable[..., Any]) -> None:
     if isinstance(tensor, ManagedTensor):
-        record = _record_of(tensor)
+        record = tensor.record
         if record is not None:
             manager().export(record, f"its memory was handed out by {func.__name__}()")

@@ -1,0 +1,163 @@
+"""``Handle``: a tensor that the memory manager knows, and the dispatch level of managed tensors, below autograd.
+
+Before a kernel runs, the storages of its operands are made resident and marked in use; a kernel that finds no room is
+run again once room was made; what it returns is managed. As the Python dispatch key sits on the tensor itself, this
+holds in the backward pass and for callers in C++ too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, _DisableTorchDispatch
+
+from managed_exec.memory.manager import MemoryManager, manager
+from managed_exec.memory.owner import Owner
+from managed_exec.memory.record import Record
+from managed_exec.tensors.colocation import DeviceMismatchError, meeting_device, tensors_of
+from managed_exec.tensors.kernel import OperatorCall, same_view, written_tensors
+from managed_exec.tensors.schema import written_arguments
+from managed_exec.tensors.writes import note_writes
+
+_make_subclass = torch.Tensor._make_subclass
+
+# The two operators that read one tensor wherever it is, and by which values travel between devices.
+_TO_COPY: Any = torch.ops.aten._to_copy.default
+_COPY: Any = torch.ops.aten.copy_.default
+
+
+class Handle(torch.Tensor):
+    """A tensor whose storage may have a record; see ``ManagedTensor``, its only subclass."""
+
+    # Of a handle that was not looked at yet: as_subclass makes handles without asking anyone.
+    _known = False
+    _record: Record | None = None
+    _alive: object | None = None
+
+    @property
+    def record(self) -> Record | None:
+        """The record of the storage; None if it is too small to be managed, or has no memory of its own."""
+        return self._record if self._known else self._look_up(manager())
+
+    def forget(self) -> None:
+        """Have the record looked up again: the tensor has been given another storage."""
+        self._known = False
+        self._record = self._alive = None
+
+    def _look_up(self, keeper: MemoryManager) -> Record | None:
+        with DisableTorchFunctionSubclass(), _DisableTorchDispatch():
+            self._register(self, keeper, None)
+        return self._record
+
+    def _register(self, tensor: torch.Tensor, keeper: MemoryManager, owner: Owner | None) -> None:
+        """Become one of the handles of the storage of *tensor*."""
+        self._known = True
+        # Sparse tensors are made of tensors of their own; those of a fake or meta device have no memory.
+        if tensor.layout is torch.strided and not tensor.is_meta:
+            record = keeper.table.record_of(tensor.untyped_storage(), owner)
+            if record is not None:
+                self._record = record
+                self._alive = record.alive
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own annotation lacks func
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        # Below autograd there is no function level, whoever has switched it on above (see tensors.backward).
+        with DisableTorchFunction():
+            return cls.dispatch(func, args, kwargs or {})
+
+    @classmethod
+    def dispatch(
+        cls,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        adopts: Callable[[torch.Tensor], bool] | None = None,
+    ) -> Any:
+        """Run the kernel of *func* with its operands resident.
+
+        Args:
+            adopts: which of the tensors that it returns become managed; None for all.
+        """
+        keeper = manager()
+        if func is _TO_COPY or func is _COPY:
+            args = _read_elsewhere(func, args, kwargs, keeper)
+        records: list[Record] = []
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, Handle):
+                record = value._record if value._known else value._look_up(keeper)
+                if record is not None and record not in records:
+                    records.append(record)
+            elif isinstance(value, (list, tuple)):
+                for element in value:
+                    if isinstance(element, Handle):
+                        record = element._record if element._known else element._look_up(keeper)
+                        if record is not None and record not in records:
+                            records.append(record)
+        owner = records[0].owner if records else None
+        writes = bool(written_arguments(func))
+
+        def wrap(result: Any, written: Sequence[torch.Tensor]) -> Any:
+            if type(result) is torch.Tensor:
+                if (adopts is not None and not adopts(result)) or any(result is tensor for tensor in written):
+                    return result
+                managed = _make_subclass(cls, result)
+                managed._register(result, keeper, owner)
+                return managed
+            if isinstance(result, (list, tuple)):
+                return type(result)([wrap(element, written) for element in result])
+            return result
+
+        def adopt(result: Any) -> Any:
+            """Return *result* with the tensors in it managed, but for those that the kernel was given to write to."""
+            if not writes:
+                return wrap(result, ())
+            written = written_tensors(func, args, kwargs)
+            note_writes(written)
+            _refresh(func, written)
+            return wrap(result, written)
+
+        try:
+            return keeper.run(OperatorCall(func, args, kwargs, records, writes, adopt))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            target = meeting_device(tensors_of((*args, *kwargs.values())), records, written_tensors(func, args, kwargs))
+            if target is None:
+                raise
+            raise DeviceMismatchError(target, str(error)) from error
+
+
+def _read_elsewhere(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], keeper: MemoryManager
+) -> tuple[Any, ...]:
+    """Return the arguments of a copy, a spilled source that goes elsewhere replaced by its copy in a tier."""
+    if func is _COPY:
+        index, device = 1, args[0].device
+    else:
+        index, device = 0, kwargs.get("device")
+    source = args[index]
+    if device is None or not isinstance(source, Handle):
+        return args
+    record = source.record
+    copied = None if record is None else keeper.copy_elsewhere(record, device)
+    if copied is None:
+        return args
+    return (*args[:index], same_view(source, copied), *args[index + 1 :])
+
+
+def _refresh(func: Any, written: list[torch.Tensor]) -> None:
+    """Note what a kernel that writes may have changed besides the bytes: the storage, or its size."""
+    for tensor in written:
+        if isinstance(tensor, Handle):
+            if func.overloadpacket is torch.ops.aten.set_:
+                tensor.forget()
+            elif tensor._record is not None:
+                tensor._record.note_size()
