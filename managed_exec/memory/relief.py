@@ -278,8 +278,10 @@ class Relief:
             for record in self._table.live():
                 if record.device == device and record.residency in _ON_DEVICE:
                     name = "no task" if record.owner is None else record.owner.name
-                    obstacle = "an operand of the kernel" if record in operands else self._table.obstacle(record)
-                    key = name, obstacle or "movable"
+                    obstacle = self._table.obstacle(record)
+                    if obstacle is None:
+                        obstacle = "an operand of the kernel" if record in operands else "movable"
+                    key = name, obstacle
                     held[key] = held.get(key, 0) + record.n_bytes
                 elif record.residency is Residency.PEER and record.copy.bytes.device == device:
                     key = f"spilled from {record.device}", "no tier below has room"
