@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.scheduling.placement import PLACEMENTS, Placement
 
@@ -28,12 +30,12 @@ def checked_placement(placement: str | Placement) -> Placement:
     return placement
 
 
-def checked_memory(memory: MemoryPolicy | None) -> MemoryPolicy | None:
-    """Return *memory* if it is None or a policy."""
-    if memory is not None and not isinstance(memory, MemoryPolicy):
+def checked_memory(memory: MemoryPolicy | Literal[False] | None) -> MemoryPolicy | Literal[False] | None:
+    """Return *memory* if it is None, False or a policy."""
+    if memory is not None and memory is not False and not isinstance(memory, MemoryPolicy):
         raise TypeError(
-            f"memory: expected a MemoryPolicy or None, got {memory!r}; to bound what spilled tensors take of main "
-            "memory, write MemoryPolicy(host_limit='12GiB')"
+            f"memory: expected a MemoryPolicy, None for the default one or False for none, got {memory!r}; to bound "
+            "what is used of each device, write MemoryPolicy(limit='12GiB')"
         )
     return memory
 

@@ -21,7 +21,7 @@ from concurrent.futures import thread as stock
 from contextvars import copy_context
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from managed_exec.config import (
     checked_flag,
@@ -63,9 +63,10 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         tasks_per_device: most tasks at once on one device; None for no bound but ``max_workers``.
         placement: which device a task gets: ``"least-loaded"``, ``"round-robin"``, ``"pack"``, or a function like
             these (see ``managed_exec.scheduling``).
-        memory: what may be done when a device has no room. With a policy, what tasks create on an accelerator is
-            managed: it can leave the device and come back. None: a device without room is the task's error. The
-            process has one memory manager, so all pools that have a policy have the same.
+        memory: what may be done when a device has no room: what tasks create on an accelerator is managed, it can leave
+            the device and come back. The process has one memory manager, so all pools that have a policy have the same;
+            None is for that one, or the default. False: nothing is managed, and a device without room is the task's
+            error.
         inherit_context: whether context variables, grad mode, inference mode and autocast of the submitting thread
             hold in the task. False gives the standard pool's behaviour.
 
@@ -84,7 +85,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         devices: int | DeviceLike | Iterable[DeviceLike] | None = None,
         tasks_per_device: int | None = None,
         placement: str | Placement = "least-loaded",
-        memory: MemoryPolicy | None = None,
+        memory: MemoryPolicy | Literal[False] | None = None,
         inherit_context: bool = True,
     ) -> None:
         tasks_per_device = checked_tasks_per_device(tasks_per_device)
@@ -106,7 +107,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         self._accelerators = tuple(device for device in self._devices if device.is_accelerator)
         # In the worker's own thread; refers to nothing of this object, which may be collected before its workers end.
         self._make_context: Callable[[], DeviceContext] = partial(DeviceContext, self._devices)
-        if memory is not None and self._accelerators:
+        if memory is not False and self._accelerators:
             manager = configure(memory, [device.torch_device for device in self._accelerators])
             self._make_context = partial(ManagedContext, self._devices, manager)
         self._loads = DeviceLoads(self._devices, tasks_per_device, place)

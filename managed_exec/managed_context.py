@@ -7,6 +7,7 @@ to at the dispatch level while the call lasts. Calls that stay on the CPU are le
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,12 +36,12 @@ class ManagedContext(DeviceContext):
     def __init__(self, devices: Sequence[Device], manager: MemoryManager) -> None:
         super().__init__(devices)
         self._manager = manager  # the process's; another pool may have had it made anew since the last task
-        self._adopting = AdoptingMode()
+        self._adopting = AdoptingMode(manager)
         self._owner: Owner | None = None  # between enter and leave
 
     def enter(self, position: int, task_id: int, submitter: SubmitterStreams | None) -> None:
         self._manager = process_manager()
-        self._adopting.min_bytes = self._manager.policy.min_bytes
+        self._adopting.manager = self._manager
         self._owner = ownership.thread.owner = Owner(f"task {task_id}", self._rebind)
         super().enter(position, task_id, submitter)
 
@@ -87,19 +88,21 @@ class ManagedContext(DeviceContext):
         wanted = kwargs.get("device") if kwargs else None
         if not (on_device or wanted is not None or func in _TRANSFERS or _len_torch_function_stack()):
             return func(*args, **kwargs) if kwargs else func(*args)
-        if on_device or self._is_numbered(wanted):
-            with staying(), self._adopting.on():  # where it is, or where the program has said
-                return super().__torch_function__(func, types, args, kwargs)
+        call = partial(super().__torch_function__, func, types, args, kwargs)
+        if on_device or self._is_numbered(wanted):  # it is made where it is, or where the program has said
+            if ownership.thread.stays:
+                return self._adopting.call(call)
+            with staying():
+                return self._adopting.call(call)
         try:
-            with self._adopting.on():
-                return super().__torch_function__(func, types, args, kwargs)
+            return self._adopting.call(call)
         except ElsewhereError as error:
             target = error.target
         self._manager.relief.note_migration(target)  # the task follows, if it can
         home, self.device = self.device, target
         try:
-            with staying(), self._adopting.on():
-                return super().__torch_function__(func, types, args, kwargs)
+            with staying():
+                return self._adopting.call(call)
         finally:
             self.device = home
 

@@ -380,7 +380,7 @@ class TestReferences:
                 raise torch.OutOfMemoryError("a solver that says more") from error
             held.sum()
 
-        with simulator.pool(max_workers=1, devices=1) as pool:
+        with simulator.pool(max_workers=1, devices=1, memory=False) as pool:
             future = pool.submit(greedy_solver)
             error = future.exception()
             assert isinstance(error, torch.OutOfMemoryError)

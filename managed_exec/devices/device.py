@@ -13,7 +13,7 @@ import os
 from typing import NamedTuple, Protocol
 
 import torch
-from torch._C import _accelerator_getStream
+from torch._C import _accelerator_getDeviceStats, _accelerator_getStream, _accelerator_isAllocatorInitialized
 
 from managed_exec.devices import nvml
 
@@ -63,6 +63,14 @@ class Device(Protocol):
         """Give the allocator's unused blocks back, on every device of this kind (torch offers no finer call)."""
 
 
+def _allocator_bytes(index: int) -> tuple[int, int]:
+    """Return what tensors hold of the device, and what the allocator does. torch's own calls flatten all statistics."""
+    if not _accelerator_isAllocatorInitialized():
+        return 0, 0
+    statistics = _accelerator_getDeviceStats(index)
+    return statistics["allocated_bytes"]["all"]["current"], statistics["reserved_bytes"]["all"]["current"]
+
+
 def current_stream(device: torch.device) -> torch.Stream:
     """Return the calling thread's current stream on the accelerator *device*, which has an index."""
     return _accelerator_getStream(device.index)  # what torch.accelerator.current_stream calls, after a microsecond
@@ -87,8 +95,8 @@ class AcceleratorDevice:
         return self.torch_device.type == "sim" or self._nvml_uuid is not None
 
     def memory(self) -> DeviceMemory:
-        allocated = torch.accelerator.memory_allocated(self._index)
-        cached = torch.accelerator.memory_reserved(self._index) - allocated
+        allocated, reserved = _allocator_bytes(self._index)
+        cached = reserved - allocated
         reading = None if self._nvml_uuid is None else nvml.memory(self._nvml_uuid)
         free, total = reading or torch.get_device_module(self.torch_device).mem_get_info(self._index)
         return DeviceMemory(free + cached, total, allocated)

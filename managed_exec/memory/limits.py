@@ -52,6 +52,13 @@ class Limits:
         with self._lock:
             return [peer for peer in self._limits if peer.type == device.type and device.index != peer.index < count]
 
+    def total_bytes(self, device: torch.device) -> int:
+        """Return what may be used of *device*, free or not."""
+        if device.type == "cpu":
+            return CpuDevice().memory().total_bytes
+        total: int = torch.get_device_module(device).mem_get_info(device.index)[1]
+        return min(total, self._limits.get(device, (total, total))[0])
+
     def memory(self, device: torch.device) -> DeviceMemory:
         """Read the memory of *device*; its total and what is free are counted up to the limit."""
         if device.type == "cpu":

@@ -14,6 +14,7 @@ L. The storage is emptied only after its copy is complete, and a copy dropped on
 from __future__ import annotations
 
 import logging
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -71,18 +72,22 @@ class Mover:
         try:
             after = (record.writer, *record.readers)
             copied = self._copied(record, whole(record.storage), after, names)
-        finally:
             with self._table.lock:
                 # Somebody may have made a plain alias, pinned it or exported its memory while the copy was made.
-                moved = copied is not None and self._table.obstacle(record) is None
-                if copied is not None and moved:
+                if copied is not None and self._table.obstacle(record) is None:
                     free_storage(record)
                     record.writer, record.readers = None, set()
                     self._keep(record, *copied)
-                else:
+                    moved = True
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # or they share the storage for as long as the error lives
+            raise
+        finally:
+            if not moved:
+                with self._table.lock:
                     self._settle(record, Residency.RESIDENT)
-        if copied is not None and not moved:
-            self.tiers[copied[0]].release(copied[1])
+                if copied is not None:
+                    self.tiers[copied[0]].release(copied[1])
         return moved
 
     def sink(self, record: Record, names: Sequence[str]) -> bool:
@@ -158,17 +163,11 @@ class Mover:
         filled = False
         release = None
         try:
-            allocate_storage(record)
-            try:
-                copy_in(record, record.copy)
-            except torch.AcceleratorError as error:
-                if back_to is Residency.PEER and not _can_be_read(record.copy):
-                    raise TensorLostError(
-                        f"{format_bytes(record.n_bytes)} of {record.device} were on {record.copy.bytes.device}, which "
-                        "broke; there is no other copy. Compute the tensor anew, from values on the CPU"
-                    ) from error
-                raise
+            _fill(record, back_to)
             filled = True
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            raise
         finally:
             with self._table.lock:
                 if filled:
@@ -181,11 +180,24 @@ class Mover:
                     if record.owner is not None:
                         record.owner.moved_bytes[f"unspilled {back_to.value}"] += record.n_bytes
                     marked.append(record)
-                else:
-                    free_storage(record)  # it may have its memory already, and not its bytes
                 self._settle(record, Residency.RESIDENT if filled else back_to)
         if release is not None:
             release()
+
+
+def _fill(record: Record, back_to: Residency) -> None:
+    """Give the storage of *record* its memory and its bytes again, or leave it empty."""
+    allocate_storage(record)
+    try:
+        copy_in(record, record.copy)
+    except BaseException as error:
+        free_storage(record)
+        if isinstance(error, torch.AcceleratorError) and back_to is Residency.PEER and not _can_be_read(record.copy):
+            raise TensorLostError(
+                f"{format_bytes(record.n_bytes)} of {record.device} were on {record.copy.bytes.device}, which broke; "
+                "there is no other copy. Compute the tensor anew, from values on the CPU"
+            ) from error
+        raise
 
 
 def _can_be_read(copy: Copy) -> bool:

@@ -169,7 +169,7 @@ class Relief:
             DeviceMemoryError: another try is not worth it.
         """
         device, needed_bytes = request.device, request.needed_bytes
-        if needed_bytes > self._limits.memory(device).total_bytes:
+        if needed_bytes > self._limits.total_bytes(device):
             reason = "that is more than the device has"
             self._send_elsewhere(request, reason)
             raise DeviceMemoryError(self._report(device, needed_bytes, reason))

@@ -45,7 +45,7 @@ def copy_out(source: torch.Tensor, after: Iterable[torch.Stream | None], copy: C
     stream = streams.get(source.device, "out")
     for earlier in after:
         if earlier is not None:
-            stream.wait_stream(earlier)
+            earlier.record_event().synchronize()  # here and not in the stream, where other copies would wait too
     if copy.bytes.device.type == "cpu" and not copy.bytes.is_pinned():
         # Not a page the device can copy to by itself; the copy is synchronous then, whatever it is asked.
         with stream:

@@ -634,11 +634,11 @@ Block* block_of(const DataPtr& data) {
 
 DataPtr allocate_on(int index, size_t bytes) {
   index = checked_index(index);
-  check_alive(index);
   const Device where(kSim, static_cast<c10::DeviceIndex>(index));
   if (bytes == 0) {
-    return DataPtr(nullptr, where);
+    return DataPtr(nullptr, where); // also how a storage is freed, which works on a broken device
   }
+  check_alive(index);
   auto& device = state_of(index);
   const size_t size = (bytes + kGranuleBytes - 1) / kGranuleBytes * kGranuleBytes;
   auto* queue = current_queue(index);

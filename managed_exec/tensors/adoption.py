@@ -5,41 +5,57 @@ Managed operands see to that by themselves; this is for the calls that have none
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunction
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch._C import DisableTorchFunction, _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from managed_exec.errors import DeviceMemoryError
+from managed_exec.memory.manager import MemoryManager
 from managed_exec.tensors.managed import ManagedTensor
 
 
 class AdoptingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ is not annotated
     """Run every kernel as those of managed tensors are run: again once room was made, large results managed."""
 
-    def __init__(self) -> None:
+    def __init__(self, manager: MemoryManager) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's is not annotated
-        self.min_bytes = 0
+        self.manager = manager
+
+    def call(self, func: Callable[[], Any]) -> Any:
+        """Call *func* with the mode on."""
+        _push_on_torch_dispatch_stack(self)  # what entering the mode comes to, at a fifth of the price
+        try:
+            return func()
+        finally:
+            _pop_torch_dispatch_stack(None)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         with DisableTorchFunction():
+            if types:
+                return ManagedTensor.dispatch(func, args, kwargs or {}, self._adopts)
+            # The common case, small and plain, is worth a way of its own.
+            table = self.manager.table
+            table.take_off(())
+            try:
+                result = func(*args, **kwargs) if kwargs else func(*args)
+                if type(result) is torch.Tensor and not self._adopts(result):
+                    return result
+                return ManagedTensor.adopted(func, args, kwargs or {}, result, self._adopts)
+            except DeviceMemoryError:
+                raise
+            except torch.OutOfMemoryError:
+                pass  # outside of this block, so that nothing of the failed attempt is held
+            finally:
+                table.land()
             return ManagedTensor.dispatch(func, args, kwargs or {}, self._adopts)
 
     def _adopts(self, tensor: torch.Tensor) -> bool:
         """Return whether *tensor*, new or a view, is on a device and worth a record."""
         if tensor.is_cpu or tensor.layout is not torch.strided:
             return False
-        return tensor.untyped_storage().nbytes() >= self.min_bytes
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Have the mode on in the block; at a quarter of the price of entering it as torch would."""
-        _push_mode(self)
-        try:
-            yield
-        finally:
-            _pop_mode()
+        return tensor.untyped_storage().nbytes() >= self.manager.policy.min_bytes

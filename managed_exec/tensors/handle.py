@@ -26,6 +26,7 @@ _make_subclass = torch.Tensor._make_subclass
 # The two operators that read one tensor wherever it is, and by which values travel between devices.
 _TO_COPY: Any = torch.ops.aten._to_copy.default
 _COPY: Any = torch.ops.aten.copy_.default
+_DETACH: Any = torch.ops.aten.detach.default
 
 
 class Handle(torch.Tensor):
@@ -102,37 +103,59 @@ class Handle(torch.Tensor):
                         if record is not None and record not in records:
                             records.append(record)
         owner = records[0].owner if records else None
+        if func is _DETACH:
+            records = []  # it looks at no byte, so nothing has to be there
         writes = bool(written_arguments(func))
 
-        def wrap(result: Any, written: Sequence[torch.Tensor]) -> Any:
-            if type(result) is torch.Tensor:
-                if (adopts is not None and not adopts(result)) or any(result is tensor for tensor in written):
-                    return result
-                managed = _make_subclass(cls, result)
-                managed._register(result, keeper, owner)
-                return managed
-            if isinstance(result, (list, tuple)):
-                return type(result)([wrap(element, written) for element in result])
-            return result
-
         def adopt(result: Any) -> Any:
-            """Return *result* with the tensors in it managed, but for those that the kernel was given to write to."""
-            if not writes:
-                return wrap(result, ())
-            written = written_tensors(func, args, kwargs)
-            note_writes(written)
-            _refresh(func, written)
-            return wrap(result, written)
+            written: Sequence[torch.Tensor] = ()
+            if writes:
+                written = written_tensors(func, args, kwargs)
+                note_writes(written)
+                _refresh(func, written)
+            return cls._wrap(result, keeper, owner, adopts, written)
 
         try:
             return keeper.run(OperatorCall(func, args, kwargs, records, writes, adopt))
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as error:
             target = meeting_device(tensors_of((*args, *kwargs.values())), records, written_tensors(func, args, kwargs))
             if target is None:
                 raise
             raise DeviceMismatchError(target, str(error)) from error
+
+    @classmethod
+    def adopted(
+        cls,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        adopts: Callable[[torch.Tensor], bool],
+    ) -> Any:
+        """Return what the kernel of *func* has returned with those tensors managed that *adopts* says so of."""
+        return cls._wrap(result, manager(), None, adopts, written_tensors(func, args, kwargs))
+
+    @classmethod
+    def _wrap(
+        cls,
+        result: Any,
+        keeper: MemoryManager,
+        owner: Owner | None,
+        adopts: Callable[[torch.Tensor], bool] | None,
+        written: Sequence[torch.Tensor],
+    ) -> Any:
+        """Return *result* with the tensors in it managed, but for *written*, which the kernel was given."""
+        if type(result) is torch.Tensor:
+            if (adopts is not None and not adopts(result)) or any(result is tensor for tensor in written):
+                return result
+            managed = _make_subclass(cls, result)
+            managed._register(result, keeper, owner)
+            return managed
+        if isinstance(result, (list, tuple)):
+            return type(result)([cls._wrap(element, keeper, owner, adopts, written) for element in result])
+        return result
 
 
 def _read_elsewhere(

@@ -96,15 +96,28 @@ class ManagedTensor(Handle):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return an array as torch does. Where it shares the memory, that cannot move while the array lives."""
+        if force and self.device.type != "cpu":
+            return plain_copy(self, torch.device("cpu")).numpy()
         with self.hold() as plain:
             return plain.requires_grad_(self.requires_grad).numpy(force=force)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Pickle as a plain tensor, so that a file can be read where this package is not installed."""
-        with self.hold() as plain:
-            if isinstance(self, torch.nn.Parameter):
-                return torch._utils._rebuild_parameter, (plain, self.requires_grad, OrderedDict())
-            return plain.requires_grad_(self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        """Pickle as a plain tensor, so that a file can be read where this package is not installed.
+
+        One whose device broke while it was spilled becomes a tensor of the CPU.
+        """
+        try:
+            with self.hold() as plain:
+                return self._reduced(plain, protocol)
+        except torch.AcceleratorError:
+            if self.residency == "device":
+                raise
+        return self._reduced(plain_copy(self, torch.device("cpu")), protocol)
+
+    def _reduced(self, plain: torch.Tensor, protocol: SupportsIndex) -> Any:
+        if isinstance(self, torch.nn.Parameter):
+            return torch._utils._rebuild_parameter, (plain, self.requires_grad, OrderedDict())
+        return plain.requires_grad_(self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ManagedTensor:
         if id(self) in memo:
@@ -221,7 +234,7 @@ def _remedy(
         place = error.target
         manager().relief.note_migration(place)
         return lambda func: Colocated(args, kwargs, place).call(functools.partial(_call_below, func))
-    if isinstance(error, DeviceMemoryError):
+    if isinstance(error, (DeviceMemoryError, torch.AcceleratorError)):
         return None
     if isinstance(error, torch.OutOfMemoryError):
         # A plain tensor that the call made on its way: those of managed ones have found room below.

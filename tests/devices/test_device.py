@@ -11,6 +11,7 @@ from conftest import SIMULATED_BYTES, Kind, eventually
 
 from managed_exec import sim
 from managed_exec.devices import AcceleratorDevice, CpuDevice, Device, DeviceMemory, nvml, resolve_devices
+from managed_exec.devices import device as device_module
 
 WAIT_S = 30
 
@@ -159,8 +160,7 @@ class TestCudaMemory:
 
     @pytest.fixture(autouse=True)
     def allocator(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda index: 30 + index)
-        monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda index: 50 + index)
+        monkeypatch.setattr(device_module, "_allocator_bytes", lambda index: (30 + index, 50 + index))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (7, 1000))
 
     @pytest.fixture

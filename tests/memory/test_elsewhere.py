@@ -140,7 +140,9 @@ class TestReads:
 
 
 class TestLimit:
-    @pytest.mark.parametrize(("limit", "limit_bytes"), [(512 * KIB, 512 * KIB), ("256KiB", 256 * KIB), (0.25, 256 * KIB)])
+    @pytest.mark.parametrize(
+        ("limit", "limit_bytes"), [(512 * KIB, 512 * KIB), ("256KiB", 256 * KIB), (0.25, 256 * KIB)]
+    )
     def test_is_kept_by_the_allocator(self, simulator: Kind, limit: object, limit_bytes: int) -> None:
         sim.enable(devices=1, memory="1MiB")
         policy = MemoryPolicy(limit=limit, min_bytes=1024)  # type: ignore[arg-type]
@@ -168,7 +170,9 @@ class TestMigration:
     @pytest.fixture
     def pool(self, simulator: Kind) -> GPUPoolExecutor:
         sim.enable(devices=2, memory="1MiB")
-        return GPUPoolExecutor(max_workers=1, placement=lambda snapshots, request: 0, memory=MemoryPolicy(min_bytes=1024))
+        return GPUPoolExecutor(
+            max_workers=1, placement=lambda snapshots, request: 0, memory=MemoryPolicy(min_bytes=1024)
+        )
 
     def run(self, pool: GPUPoolExecutor, task: object) -> object:
         """Run *task* bound to a device that a plain tensor nearly fills."""
