@@ -21,6 +21,7 @@ import argparse
 import copy
 import time
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -107,13 +108,16 @@ def train(model: Transformer, sizes: Sizes, learning_rate: float, seed: int) -> 
     return Trained(losses, weights, loss.device)
 
 
+Memory: TypeAlias = MemoryPolicy | Literal[False]
+
+
 @dataclass(frozen=True)
 class Run:
     trained: list[Trained]
     seconds: float
 
 
-def train_all(model: Transformer, sizes: Sizes, learning_rates: list[float], memory: MemoryPolicy | None) -> Run:
+def train_all(model: Transformer, sizes: Sizes, learning_rates: list[float], memory: Memory) -> Run:
     """Train one copy of *model* for each learning rate, all at once."""
     start = time.perf_counter()
     with GPUPoolExecutor(len(learning_rates), memory=memory) as pool:
@@ -145,13 +149,13 @@ def reset_peaks() -> None:
         torch.accelerator.reset_peak_memory_stats(index)
 
 
-def attempt(name: str, model: Transformer, sizes: Sizes, rates: list[float], memory: MemoryPolicy | None) -> Run | None:
-    """Train, print what it took, and return the run; None if a device had no room and there is no *memory* policy."""
+def attempt(name: str, model: Transformer, sizes: Sizes, rates: list[float], memory: Memory) -> Run | None:
+    """Train, print what it took, and return the run; None if a device had no room and nothing is managed."""
     reset_peaks()
     try:
         run = train_all(model, sizes, rates, memory)
     except torch.OutOfMemoryError as failure:
-        if memory is not None:
+        if memory is not False:
             raise
         print(f"{name}: out of memory: {str(failure).splitlines()[0]}")
         return None
@@ -190,14 +194,14 @@ def main(arguments: list[str] | None = None) -> None:
     weights = sum(parameter.numel() for parameter in model.parameters())
     print(f"{options.tasks} tasks, each a model of {weights:,} weights and {sizes.steps} steps of Adam\n")
 
-    expected = attempt("with room", model, sizes, rates, None)
+    expected = attempt("with room", model, sizes, rates, False)
     if options.sim and expected is not None:
         limit = max(peaks()) // SHARE
         for index in range(torch.accelerator.device_count()):
             sim.set_capacity(index, limit)
         print(f"\ndevices of {limit:,} bytes each from here on")
-        attempt("without a policy", model, sizes, rates, None)
-    run = attempt("with a policy", model, sizes, rates, MemoryPolicy(min_bytes=SMALLEST_MANAGED_BYTES))
+        attempt("not managed", model, sizes, rates, False)
+    run = attempt("managed", model, sizes, rates, MemoryPolicy(min_bytes=SMALLEST_MANAGED_BYTES))
     print(f"\nwhere the bytes went:\n{manager().statistics()}\n")
     if expected is not None and run is not None:
         if not same(run, expected):

@@ -36,6 +36,7 @@ from torch._C import (
 from torch.overrides import TorchFunctionMode
 
 from managed_exec.devices import Device
+from managed_exec.devices import current as current_devices
 from managed_exec.inheritance import FRESH_MODES, SubmitterStreams
 from managed_exec.tensors.backward import BACKWARD_CALLS, run_backward
 from managed_exec.tensors.managed import ManagedTensor
@@ -103,6 +104,7 @@ class DeviceContext(TorchFunctionMode):
             _push_on_torch_function_stack(self)
             self._pushed = True
         _thread.context = self
+        current_devices.thread.device = self.device
 
     def _enter_stream(self, position: int, submitter: SubmitterStreams | None) -> None:
         """Make this thread's stream on the device, and with it the device, current."""
@@ -123,6 +125,7 @@ class DeviceContext(TorchFunctionMode):
             Exception: what the device reports of the task's work. The thread is back to its old state all the same.
         """
         _thread.context = None
+        current_devices.thread.device = None
         current = self._baseline.current_streams()
         try:
             if self.stream is not None:

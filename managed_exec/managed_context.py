@@ -15,6 +15,7 @@ from torch._C import _len_torch_function_stack
 
 from managed_exec.context import DeviceContext
 from managed_exec.devices import Device
+from managed_exec.devices import current as current_devices
 from managed_exec.inheritance import SubmitterStreams
 from managed_exec.memory import owner as ownership
 from managed_exec.memory.manager import MemoryManager
@@ -65,6 +66,7 @@ class ManagedContext(DeviceContext):
             return
         before = self.stream
         self.position, self.device = position, target
+        current_devices.thread.device = target
         self._enter_stream(position, None)
         if before is not None and self.stream is not None:
             self.stream.wait_stream(before)
@@ -76,7 +78,7 @@ class ManagedContext(DeviceContext):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is _COMPATIBLE and any(isinstance(arg, ManagedTensor) for arg in args):
+        if func is _COMPATIBLE and not isinstance(args[0], ManagedTensor) and isinstance(args[1], ManagedTensor):
             return False  # or a module takes over the memory of a managed parameter, and not the handle
         if func in BACKWARD_CALLS:
             with staying():  # its kernels run below autograd, where nobody can make a call elsewhere

@@ -9,6 +9,7 @@ copied or a kernel runs.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -248,6 +249,11 @@ class MemoryManager:
             )
 
 
+def _count_alive(keeper: MemoryManager) -> int:
+    with keeper.table.lock:
+        return len(keeper.table.live())
+
+
 class _Process:
     """The process's one manager, made on first use."""
 
@@ -283,8 +289,9 @@ def configure(policy: MemoryPolicy | None, devices: Iterable[torch.device] = ())
             policy = MemoryPolicy() if old is None else old.policy
         if old is None or old.policy != policy:
             if old is not None:
-                with old.table.lock:
-                    alive = len(old.table.live())
+                if _count_alive(old):
+                    gc.collect()  # those in dead cycles do not count
+                alive = _count_alive(old)
                 if alive:
                     raise ValueError(
                         f"memory: the process has one memory manager, and it manages {alive} tensors under "

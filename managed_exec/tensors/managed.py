@@ -29,6 +29,7 @@ from managed_exec.tensors.backward import BACKWARD_CALLS, run_backward
 from managed_exec.tensors.colocation import Colocated, DeviceMismatchError, meeting_device, tensors_of
 from managed_exec.tensors.handle import Handle
 from managed_exec.tensors.kernel import or_no_room
+from managed_exec.tensors.placed import PlacedTensor
 from managed_exec.tensors.writes import was_written, write_count
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SPECIAL = _EXPORTS | BACKWARD_CALLS  # looked up on the way of every call
 
 
-class ManagedTensor(Handle):
+class ManagedTensor(PlacedTensor, Handle):
     """A tensor whose memory is managed. ``manage(x)`` makes one; so does ``x.as_subclass(ManagedTensor)``."""
 
     @classmethod
@@ -78,7 +79,7 @@ class ManagedTensor(Handle):
                 raise
         else:
             if func == _SET_DATA:
-                args[0].forget()
+                _take_over(args[0])
             return result
         return remedy(func)
 
@@ -279,6 +280,15 @@ def plain_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         copied.copy_(tensor)
     return copied
+
+
+def _take_over(tensor: Any) -> None:
+    """Have *tensor*, whose ``data`` was set, be a handle of its new storage: no kernel sees to that."""
+    if isinstance(tensor, ManagedTensor):
+        old = tensor._record  # kept meanwhile: it may be the same one, with its bytes in a tier
+        tensor.forget()
+        tensor._look_up(manager())
+        del old
 
 
 def _export(tensor: Any, func: Callable[..., Any]) -> None:

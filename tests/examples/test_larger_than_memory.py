@@ -86,9 +86,9 @@ def test_program_trains_in_a_tenth(devices: int) -> None:
     room = peaks(done.stdout, "with room")
     assert len(room) == devices
     assert limit == max(room) // 10
-    assert "without a policy: out of memory" in done.stdout
-    assert all(0 < peak <= limit for peak in peaks(done.stdout, "with a policy"))
-    first, last = losses(done.stdout, "with a policy")
+    assert "not managed: out of memory" in done.stdout
+    assert all(0 < peak <= limit for peak in peaks(done.stdout, "managed"))
+    first, last = losses(done.stdout, "managed")
     assert last < first
     assert losses(done.stdout, "with room") == (first, last)
     host = re.search(r"^host +([\d,]+) \( *(\d+)\) +([\d,]+) \( *(\d+)\) +([\d,]+)$", done.stdout, re.MULTILINE)

@@ -167,7 +167,7 @@ def test_another_device_spills_meanwhile(devices: MemoryManager) -> None:
         return [part.mean().item() for part in parts]
 
     with spill_in_the_middle(a):
-        assert start(b.spill).result(WAIT_S).residency == "host"
+        assert start(b.spill, "host").result(WAIT_S).residency == "host"
         with Kind("sim").pool(max_workers=1, devices=["sim:1"], memory=devices.policy) as pool:
             assert pool.submit(twice_the_device).result(WAIT_S) == list(range(16))
     assert (a.sum().item(), b.sum().item()) == (ELEMENTS, 2 * ELEMENTS)
