@@ -19,7 +19,7 @@ import torch
 
 from managed_exec.errors import DeviceMemoryError, NotMovableError, TierFullError
 from managed_exec.memory.limits import Limits
-from managed_exec.memory.mover import Mover
+from managed_exec.memory.mover import NOT_RESIDENT, TIERS_FULL, Mover
 from managed_exec.memory.ordering import order_streams
 from managed_exec.memory.owner import Owner
 from managed_exec.memory.policy import MemoryPolicy
@@ -98,8 +98,10 @@ class MemoryManager:
                     break
                 record.last_use = table.tick()
             else:
-                if records and records[0].in_streams:
-                    order_streams(records, kernel.written())
+                for record in records:
+                    if record.in_streams:  # the first may be on the CPU and others not, as in a copy
+                        order_streams(records, kernel.written())
+                        break
                 return kernel()
         except DeviceMemoryError:
             raise
@@ -117,7 +119,7 @@ class MemoryManager:
             for record in kernel.records:
                 if not self._bring_back(record, marked):
                     return NoRoom(record.device, record.n_bytes)
-            if marked and marked[0].in_streams:
+            if any(record.in_streams for record in marked):
                 order_streams(marked, kernel.written())
             return kernel()
         except DeviceMemoryError:
@@ -169,26 +171,26 @@ class MemoryManager:
         if tier is not None and tier not in self._mover.tiers:
             raise ValueError(f"tier: expected one of {', '.join(self._mover.tiers)}, got {tier!r}")
         names = self.policy.spill if tier is None else (tier,)
-        with self.table.lock:
-            while record.residency in MOVING:
-                self.table.changed.wait()
-            where = record.residency
-        if where is not Residency.RESIDENT:
-            if tier is None or where is self._mover.tiers[tier].residency:
-                return
-            if where is Residency.PEER and self._mover.sink(record, names):
-                return
-            self.unspill(record)  # the other tiers do not hand over to each other
-        if record.device.type == "cpu" and "host" in names:
-            return  # it is there
-        if self._mover.spill(record, names):
-            return
-        with self.table.lock:
-            obstacle = self.table.obstacle(record)
+        obstacle: str | None = NOT_RESIDENT
+        while obstacle == NOT_RESIDENT:  # or another thread has moved it since the look
+            with self.table.lock:
+                while record.residency in MOVING:
+                    self.table.changed.wait()
+                where = record.residency
+            if where is not Residency.RESIDENT:
+                if tier is None or where is self._mover.tiers[tier].residency:
+                    return
+                if where is Residency.PEER and self._mover.sink(record, names):
+                    return
+                self.unspill(record)  # the other tiers do not hand over to each other
+            if record.device.type == "cpu" and "host" in names:
+                return  # it is there
+            obstacle = self._mover.spill(record, names)
         what = f"{format_bytes(record.n_bytes)} of {record.device}"
+        if obstacle == TIERS_FULL:
+            raise TierFullError(f"no tier has room for {what}, of {', '.join(names) or 'none'}")
         if obstacle is not None:
             raise NotMovableError(f"{what} cannot be moved: {obstacle}")
-        raise TierFullError(f"no tier has room for {what}, of {', '.join(names) or 'none'}")
 
     def unspill(self, record: Record) -> None:
         """Bring *record* back to its device.

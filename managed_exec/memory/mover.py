@@ -40,6 +40,9 @@ from managed_exec.sizes import format_bytes
 
 _log = logging.getLogger(__name__)
 
+NOT_RESIDENT = "not on its device"
+TIERS_FULL = "no tier has room"
+
 
 class Mover:
     """Moves records between their devices and the tiers."""
@@ -58,15 +61,20 @@ class Mover:
         self.unspilled_bytes: Counter[str] = Counter()
         self.unspilled_count: Counter[str] = Counter()
 
-    def spill(self, record: Record, names: Sequence[str]) -> bool:
-        """Move a resident *record* to the first of the named tiers that takes it; return whether one did."""
+    def spill(self, record: Record, names: Sequence[str]) -> str | None:
+        """Move a resident *record* to the first of the named tiers that takes it.
+
+        Returns:
+            None if one did; else what was in the way, ``NOT_RESIDENT`` and ``TIERS_FULL`` among it.
+        """
         with self._table.lock:
             if record.residency is not Residency.RESIDENT:
-                return False
+                return NOT_RESIDENT
             record.residency = Residency.LEAVING  # before the kernels are looked at, see ``RecordTable.take_off``
-            if self._table.obstacle(record) is not None:
+            obstacle = self._table.obstacle(record)
+            if obstacle is not None:
                 self._settle(record, Residency.RESIDENT)
-                return False
+                return obstacle
         copied: tuple[str, Copy] | None = None
         moved = False
         try:
@@ -74,7 +82,8 @@ class Mover:
             copied = self._copied(record, whole(record.storage), after, names)
             with self._table.lock:
                 # Somebody may have made a plain alias, pinned it or exported its memory while the copy was made.
-                if copied is not None and self._table.obstacle(record) is None:
+                obstacle = TIERS_FULL if copied is None else self._table.obstacle(record)
+                if copied is not None and obstacle is None:
                     free_storage(record)
                     record.writer, record.readers = None, set()
                     self._keep(record, *copied)
@@ -88,7 +97,7 @@ class Mover:
                     self._settle(record, Residency.RESIDENT)
                 if copied is not None:
                     self.tiers[copied[0]].release(copied[1])
-        return moved
+        return obstacle
 
     def sink(self, record: Record, names: Sequence[str]) -> bool:
         """Move a *record* on a peer to the first of the named tiers that takes it; return whether one did."""

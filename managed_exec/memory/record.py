@@ -86,7 +86,7 @@ class Record:
             self.writer = current_stream(self.device)
 
     def note_size(self) -> None:
-        """Note the size of the storage, which a kernel may have changed; it is resident, for a kernel used it."""
+        """Note the size of the storage, which a kernel that still uses it may have changed."""
         self.n_bytes = self.storage.nbytes()
 
     def handles(self) -> int:

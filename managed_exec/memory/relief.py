@@ -227,9 +227,9 @@ class Relief:
                 ):
                     candidates.append((_rank(record, request.task), record.last_use, i, record))
         freed = 0
+        names = self._policy.spill
         for rank, _, _, record in sorted(candidates):
-            move = self._mover.sink if rank == 0 else self._mover.spill
-            if move(record, self._policy.spill):
+            if self._mover.sink(record, names) if rank == 0 else self._mover.spill(record, names) is None:
                 freed += record.n_bytes
                 if freed >= request.wanted_bytes:
                     break

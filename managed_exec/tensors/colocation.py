@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass
 
 from managed_exec.memory.record import Record
 from managed_exec.tensors.writes import was_written, write_count
@@ -63,8 +64,15 @@ def meeting_device(
 class Colocated:
     """A call's arguments, brought together on one device, and the way back for those that the call writes to."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: torch.device) -> None:
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: torch.device,
+        to: Callable[[torch.Tensor, torch.device], torch.Tensor],
+    ) -> None:
         self._target = target
+        self._to = to
         self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []  # the original and what stands for it
         self.args = tuple(self._move(value) for value in args)
         self.kwargs = {name: self._move(value) for name, value in kwargs.items()}
@@ -75,7 +83,8 @@ class Colocated:
         result = func(*self.args, **self.kwargs)
         for original, moved in self._moved:
             if was_written(moved, before):
-                original.copy_(moved)
+                with DisableTorchFunctionSubclass():  # copies take operands of several devices as they are
+                    original.copy_(moved)
             if result is moved:
                 result = original
         return result
@@ -85,7 +94,7 @@ class Colocated:
         if isinstance(value, torch.Tensor):
             if value.device == self._target or _goes_anywhere(value):
                 return value
-            moved = value.to(self._target)
+            moved = self._to(value, self._target)
             self._moved.append((value, moved))
             return moved
         if isinstance(value, (list, tuple)) and any(isinstance(element, torch.Tensor) for element in value):

@@ -42,10 +42,12 @@ class Handle(torch.Tensor):
         """The record of the storage; None if it is too small to be managed, or has no memory of its own."""
         return self._record if self._known else self._look_up(manager())
 
-    def forget(self) -> None:
-        """Have the record looked up again: the tensor has been given another storage."""
-        self._known = False
+    def take_over(self) -> None:
+        """Be a handle of the storage that the tensor has been given, and no longer of the one it had."""
+        old = self._record  # kept meanwhile: it may be the same one, with its bytes in a tier
         self._record = self._alive = None
+        self._look_up(manager())
+        del old
 
     def _look_up(self, keeper: MemoryManager) -> Record | None:
         with DisableTorchFunctionSubclass(), _DisableTorchDispatch():
@@ -112,7 +114,7 @@ class Handle(torch.Tensor):
             if writes:
                 written = written_tensors(func, args, kwargs)
                 note_writes(written)
-                _refresh(func, written)
+                _note_written(func, written)
             return cls._wrap(result, keeper, owner, adopts, written)
 
         try:
@@ -176,11 +178,17 @@ def _read_elsewhere(
     return (*args[:index], same_view(source, copied), *args[index + 1 :])
 
 
-def _refresh(func: Any, written: list[torch.Tensor]) -> None:
-    """Note what a kernel that writes may have changed besides the bytes: the storage, or its size."""
+def _note_written(func: Any, written: Sequence[torch.Tensor]) -> None:
+    """Note what a kernel, which still uses *written*, may have changed besides the bytes: the storage, or its size.
+
+    Torch counts, above this level, a new version of what an operator writes to if the operator returns it. Those that
+    return nothing (the lists of ``_foreach_`` and ``_fused_``) count in their kernels, which this level keeps from it.
+    """
+    if not func._schema.returns:
+        torch.autograd.graph.increment_version(written)
     for tensor in written:
         if isinstance(tensor, Handle):
             if func.overloadpacket is torch.ops.aten.set_:
-                tensor.forget()
+                tensor.take_over()
             elif tensor._record is not None:
                 tensor._record.note_size()

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any, SupportsIndex, TypeVar, cast
 
 import torch
-from torch._C import DisableTorchFunctionSubclass, _DisableTorchDispatch, _EnableTorchFunction
+from torch._C import DisableTorchFunctionSubclass, _EnableTorchFunction
 
 from managed_exec.errors import DeviceMemoryError, NotMovableError
 from managed_exec.memory.manager import manager
@@ -30,6 +30,7 @@ from managed_exec.tensors.colocation import Colocated, DeviceMismatchError, meet
 from managed_exec.tensors.handle import Handle
 from managed_exec.tensors.kernel import or_no_room
 from managed_exec.tensors.placed import PlacedTensor
+from managed_exec.tensors.plain import plain_alias, plain_copy
 from managed_exec.tensors.writes import was_written, write_count
 
 T = TypeVar("T")
@@ -78,8 +79,8 @@ class ManagedTensor(PlacedTensor, Handle):
             if remedy is None or any(was_written(tensor, before) for tensor in tensors):
                 raise
         else:
-            if func == _SET_DATA:
-                _take_over(args[0])
+            if func == _SET_DATA and isinstance(args[0], ManagedTensor):
+                args[0].take_over()
             return result
         return remedy(func)
 
@@ -96,7 +97,7 @@ class ManagedTensor(PlacedTensor, Handle):
         return plain_copy(self, torch.device("cpu")).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return an array as torch does. Where it shares the memory, that cannot move while the array lives."""
+        """Return an array as torch does. Where it shares the memory, torch does not let that be freed any more."""
         if force and self.device.type != "cpu":
             return plain_copy(self, torch.device("cpu")).numpy()
         with self.hold() as plain:
@@ -129,7 +130,8 @@ class ManagedTensor(PlacedTensor, Handle):
                 "as in torch; use detach() first"
             )
         with self.hold() as plain:
-            copied = manage(copy.deepcopy(plain, memo)).requires_grad_(self.requires_grad)
+            copied: torch.Tensor = _with_room(lambda: manage(copy.deepcopy(plain, memo)), self.device)
+            copied.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             copied = torch.nn.Parameter(copied, self.requires_grad)
         if self.grad is not None:
@@ -203,7 +205,7 @@ class ManagedTensor(PlacedTensor, Handle):
         """
         self.pin()
         try:
-            yield _plain_alias(self)
+            yield plain_alias(self)
         finally:
             self.unpin()
 
@@ -234,7 +236,7 @@ def _remedy(
     if isinstance(error, ElsewhereError):
         place = error.target
         manager().relief.note_migration(place)
-        return lambda func: Colocated(args, kwargs, place).call(functools.partial(_call_below, func))
+        return lambda func: Colocated(args, kwargs, place, _moved).call(functools.partial(_call_below, func))
     if isinstance(error, (DeviceMemoryError, torch.AcceleratorError)):
         return None
     if isinstance(error, torch.OutOfMemoryError):
@@ -246,17 +248,34 @@ def _remedy(
         return lambda func: _rerun(functools.partial(_call_below, func, *args, **kwargs), no_room)
     if isinstance(error, DeviceMismatchError):
         target: torch.device | None = error.target
+    elif "device" not in str(error):
+        return None  # every text of torch about operands of several devices has the word
     else:
         target = meeting_device(tensors, [r for t in tensors if (r := _record_of_any(t)) is not None], ())
     if target is None:
         return None
     place = target
-    return lambda func: Colocated(args, kwargs, place).call(functools.partial(_call_below, func))
+    return lambda func: Colocated(args, kwargs, place, _moved).call(functools.partial(_call_below, func))
 
 
 def _rerun(call: Callable[[], T], no_room: NoRoom) -> T:
     keeper = manager()
     return keeper.relief.rerun(lambda: or_no_room(call, no_room.device, keeper.table), no_room)
+
+
+def _with_room(call: Callable[[], T], device: torch.device) -> T:
+    """Return what *call* returns, which allocates plain tensors on *device*; call it again once there is room."""
+    outcome = or_no_room(call, device, manager().table)
+    return _rerun(call, outcome) if isinstance(outcome, NoRoom) else outcome
+
+
+def _moved(tensor: Any, target: torch.device) -> Any:
+    """Return *tensor* on *target*, managed there unless that would take it out of its graph."""
+    if isinstance(tensor, ManagedTensor):
+        return tensor.to(target)
+    if tensor.layout is torch.strided and not (tensor.requires_grad and torch.is_grad_enabled()):
+        return manage(tensor.detach()).to(target)
+    return _with_room(lambda: tensor.to(target), target)
 
 
 def _call_below(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -266,29 +285,6 @@ def _call_below(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _record_of_any(tensor: torch.Tensor) -> Record | None:
     return tensor.record if isinstance(tensor, ManagedTensor) else None
-
-
-def _plain_alias(tensor: ManagedTensor) -> torch.Tensor:
-    """Return a plain tensor of the same memory, outside the autograd graph. While it lives the memory does not move."""
-    with _DisableTorchDispatch(), DisableTorchFunctionSubclass(), torch.no_grad():
-        return torch.ops.aten.detach.default(tensor)  # type: ignore[no-any-return]
-
-
-def plain_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the values of *tensor* as a plain tensor of its own memory on *device*, outside the autograd graph."""
-    with torch.no_grad(), DisableTorchFunctionSubclass():
-        copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        copied.copy_(tensor)
-    return copied
-
-
-def _take_over(tensor: Any) -> None:
-    """Have *tensor*, whose ``data`` was set, be a handle of its new storage: no kernel sees to that."""
-    if isinstance(tensor, ManagedTensor):
-        old = tensor._record  # kept meanwhile: it may be the same one, with its bytes in a tier
-        tensor.forget()
-        tensor._look_up(manager())
-        del old
 
 
 def _export(tensor: Any, func: Callable[..., Any]) -> None:
