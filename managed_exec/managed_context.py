@@ -16,16 +16,19 @@ from torch._C import _len_torch_function_stack
 from managed_exec.context import DeviceContext
 from managed_exec.devices import Device
 from managed_exec.devices import current as current_devices
+from managed_exec.errors import DeviceMemoryError
 from managed_exec.inheritance import SubmitterStreams
 from managed_exec.memory import owner as ownership
 from managed_exec.memory.manager import MemoryManager
 from managed_exec.memory.manager import manager as process_manager
 from managed_exec.memory.owner import Owner, staying
-from managed_exec.memory.relief import ElsewhereError
+from managed_exec.memory.relief import ElsewhereError, NoRoom
 from managed_exec.tensors.adoption import AdoptingMode
 from managed_exec.tensors.backward import BACKWARD_CALLS
 from managed_exec.tensors.colocation import tensors_of
+from managed_exec.tensors.kernel import or_no_room
 from managed_exec.tensors.managed import ManagedTensor
+from managed_exec.tensors.writes import was_written, write_count
 
 _COMPATIBLE = torch._has_compatible_shallow_copy_type
 _TRANSFERS: frozenset[Any] = frozenset({torch.Tensor.to, torch.Tensor.cuda})
@@ -86,27 +89,44 @@ class ManagedContext(DeviceContext):
         if types and any(issubclass(kind, ManagedTensor) for kind in types):
             # The managed operands' own function level sees to the rest.
             return super().__torch_function__(func, types, args, kwargs)
-        on_device = any(not tensor.is_cpu for tensor in tensors_of(args))
+        operands = tensors_of(args)
+        on_device = any(not tensor.is_cpu for tensor in operands)
         wanted = kwargs.get("device") if kwargs else None
         if not (on_device or wanted is not None or func in _TRANSFERS or _len_torch_function_stack()):
             return func(*args, **kwargs) if kwargs else func(*args)
         call = partial(super().__torch_function__, func, types, args, kwargs)
         if on_device or self._is_numbered(wanted):  # it is made where it is, or where the program has said
             if ownership.thread.stays:
-                return self._adopting.call(call)
+                return self._call(call, operands, wanted)
             with staying():
-                return self._adopting.call(call)
+                return self._call(call, operands, wanted)
         try:
-            return self._adopting.call(call)
+            return self._call(call, operands, wanted)
         except ElsewhereError as error:
             target = error.target
         self._manager.relief.note_migration(target)  # the task follows, if it can
         home, self.device = self.device, target
         try:
             with staying():
-                return self._adopting.call(call)
+                return self._call(call, operands, wanted)
         finally:
             self.device = home
+
+    def _call(self, call: Callable[[], Any], operands: Sequence[torch.Tensor], wanted: Any) -> Any:
+        """Make a call with what it creates adopted; again if it finds no room in a place no dispatch level sees."""
+        before = write_count()
+        try:
+            return self._adopting.call(call)
+        except DeviceMemoryError:
+            raise
+        except torch.OutOfMemoryError as error:
+            if any(was_written(tensor, before) for tensor in operands):
+                raise
+            resolved = self._resolve(wanted)
+            device = next((tensor.device for tensor in operands if not tensor.is_cpu), self.device)
+            no_room = NoRoom.of(error, resolved if self._is_numbered(resolved) else device)
+        again = partial(or_no_room, partial(self._adopting.call, call), no_room.device, self._manager.table)
+        return self._manager.relief.rerun(again, no_room)
 
     def _is_numbered(self, wanted: Any) -> bool:
         """Return whether a call that says *wanted* says by number where it allocates."""

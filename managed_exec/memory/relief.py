@@ -34,7 +34,7 @@ _YOUNGEST = 2**62  # the age of what no task asked for
 _ON_DEVICE = (Residency.RESIDENT, Residency.LEAVING, Residency.RETURNING)
 # Reruns in a row without anything spilled, while the device says that it has room. A kernel with several outputs can
 # fail at each of them in turn.
-_MAX_VAIN_RERUNS = 32
+_MAX_VAIN_RERUNS = 64
 # How long to wait for a reference to a storage that may be going at this very moment, in a task that has just ended.
 _GRACE_S = 0.5
 # A task drops its tensors without a word, so a wait for that looks again this often.
@@ -179,6 +179,9 @@ class Relief:
             # What the allocator keeps for reuse may be in the wrong pieces.
             torch.accelerator.memory.empty_cache()
             return False
+        has_room = self._limits.memory(device).free_bytes >= needed_bytes
+        if has_room and vain < _MAX_VAIN_RERUNS // 2:
+            return False  # by the device's own account; whoever took it for a moment may be done
         reason = "beside the kernel's own operands nothing that is there can be moved"
         freed = self._wait_for_others(request, for_tasks=False)
         if not freed:
@@ -187,8 +190,8 @@ class Relief:
         if freed:
             self._spill_coldest(request)
             return True  # if another was faster, there is something else now
-        if vain < _MAX_VAIN_RERUNS and self._limits.memory(device).free_bytes >= needed_bytes:
-            return False  # there is room, by the device's own account; whoever took it for a moment may be done
+        if has_room and vain < _MAX_VAIN_RERUNS:
+            return False
         raise DeviceMemoryError(self._report(device, needed_bytes, reason, request.operands))
 
     def _send_elsewhere(self, request: _Request, reason: str) -> None:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from managed_exec.errors import DeviceMemoryError
 from managed_exec.memory.manager import MemoryManager
 from managed_exec.tensors.managed import ManagedTensor
+from managed_exec.tensors.schema import written_arguments
 
 
 class AdoptingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ is not annotated
@@ -36,7 +37,7 @@ class AdoptingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         with DisableTorchFunction():
-            if types:
+            if types or written_arguments(func):
                 return ManagedTensor.dispatch(func, args, kwargs or {}, self._adopts)
             # The common case, small and plain, is worth a way of its own.
             table = self.manager.table

@@ -66,7 +66,7 @@ class SpilledBackward(Spilled, Backward):
 
 
 class FirstTriesFail(Managed):
-    """Every allocation fails the first time it is tried."""
+    """Every allocation fails the first time it is tried, in a task: where plain factories are run again too."""
 
     name = "first-tries"
 
@@ -74,12 +74,17 @@ class FirstTriesFail(Managed):
     def around_call(self, operands: list[torch.Tensor]) -> Iterator[None]:
         """Let allocations fail for the call."""
         from managed_exec import sim
+        from managed_exec.devices import AcceleratorDevice
+        from managed_exec.managed_context import ManagedContext
 
+        context = ManagedContext([AcceleratorDevice(torch.device("sim", 0))], self._manager)
+        context.enter(0, 0, None)
         sim.faults.fail_first_tries()
         try:
             yield
         finally:
             sim.faults.clear()
+            context.leave()
 
 
 class Split(Managed):
