@@ -186,6 +186,9 @@ class Lane:
     def give_storage(self, func: Call, target: Cell, source: Cell) -> None:
         """Give *target* the storage of *source* by *func*."""
         same = target.device == source.device and target.model.dtype == source.model.dtype
+        # For devices that are not its own torch takes lazy bits for another kind of tensor, and refuses.
+        bits = [(t.is_conj(), t.is_neg()) for t in (target.model, source.model)]
+        same = same and (target.device.type == "cpu" or bits[0] == bits[1])
         if same and not target.model.requires_grad and not source.model.requires_grad and target.array is None:
             self.call(func, [target, source], writes=True)
             target.version_gap = target.managed._version - target.model._version
