@@ -16,6 +16,7 @@ from managed_exec.errors import NotMovableError
 from managed_exec.memory.manager import MemoryManager, configure
 from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.tensors.managed import ManagedTensor, manage
+from managed_exec.tensors.module import ManagedModule
 
 
 @pytest.fixture(params=["cpu", "sim:0"])
@@ -182,6 +183,35 @@ class TestAutograd:
         devices = ["cpu", *(f"sim:{i}" for i in range(count))]
         actual = gradients(lambda t, i: manage(t).to(devices[i]))
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(actual, expected, strict=True))
+
+    @pytest.mark.parametrize("count", [2, 3])
+    @pytest.mark.parametrize("kind", [torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM])
+    def test_recurrent_modules_on_cpu_and_device_inputs_in_one_graph(
+        self, simulator: Kind, kind: type[torch.nn.RNNBase], count: int
+    ) -> None:
+        """The recurrent variants of the same: each module is used on inputs of other devices than its weights'."""
+        configure(MemoryPolicy(min_bytes=1))
+        torch.manual_seed(0)
+        plain = [kind(4, 4, num_layers=2, batch_first=True) for _ in range(count)]
+        x = torch.randn(2, 5, 4)
+
+        def gradients(modules: list[torch.nn.RNNBase], place: Callable[[torch.Tensor, int], torch.Tensor]) -> list:
+            total = torch.zeros(())
+            h = place(x.clone(), 1)
+            for module in modules:
+                h = module(h)[0].relu()
+                total = total + module(place(x.clone(), 0))[0].square().sum()
+            (h.sum() + total).backward()
+            return [torch.tensor(p.grad.tolist()) for module in modules for p in module.parameters()]
+
+        spread = [ManagedModule.from_module(copy.deepcopy(module)) for module in plain]
+        devices = ["cpu", *(f"sim:{i}" for i in range(count))]
+        for i, module in enumerate(spread):
+            module.to(devices[i])
+        expected = gradients(plain, lambda t, i: t)
+        actual = gradients(spread, lambda t, i: manage(t).to(devices[i]))
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(actual, expected, strict=True))
+        assert [next(module.parameters()).device for module in spread] == [torch.device(d) for d in devices[:count]]
 
 
 class TestCopies:
