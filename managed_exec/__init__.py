@@ -3,7 +3,8 @@
 from managed_exec import errors, sim
 from managed_exec.executor import GPUPoolExecutor
 from managed_exec.memory.policy import MemoryPolicy
-from managed_exec.task import current_task, gpu_task
+from managed_exec.options import gpu_task
+from managed_exec.task import current_task
 from managed_exec.tensors.device_manager import device_manager
 from managed_exec.tensors.managed import ManagedTensor, manage
 from managed_exec.tensors.module import ManagedModule

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
+import torch
+
+from managed_exec.devices import Device
 from managed_exec.memory.policy import MemoryPolicy
+from managed_exec.options import DeviceChoice
 from managed_exec.scheduling.placement import PLACEMENTS, Placement
 
 
@@ -45,6 +50,30 @@ def checked_flag(flag: bool, name: str) -> bool:
     if not isinstance(flag, bool):
         raise TypeError(f"{name}: expected True or False, got {flag!r}")
     return flag
+
+
+def allowed_positions(choice: DeviceChoice | None, devices: Sequence[Device]) -> frozenset[int] | None:
+    """Return the positions among a pool's *devices* that ``gpu_task(device=choice)`` means; None for all.
+
+    On the CPU, where there is nothing to choose, a number means it too.
+
+    Raises:
+        ValueError: none of the devices is meant.
+    """
+    if choice is None:
+        return None
+    places = [device.torch_device for device in devices]
+    if callable(choice):
+        found = [i for i, place in enumerate(places) if choice(place)]
+    elif places[0].type == "cpu":
+        return None
+    else:
+        wanted = torch.device("cuda", choice) if isinstance(choice, int) else torch.device(choice)
+        kinds = ("cuda", places[0].type)
+        found = [i for i, p in enumerate(places) if wanted.type in kinds and wanted.index in (None, p.index)]
+    if not found:
+        raise ValueError(f"device: {choice!r} is none of the pool's devices, {', '.join(map(str, places))}")
+    return frozenset(found)
 
 
 def _positive(number: int | None, too_small: str, name: str) -> int | None:

@@ -6,7 +6,8 @@ The executor owns the queue, the loads and the threads; each worker has its own 
 
 1. ``_shutdown_lock`` (of the standard pool): the shutdown and broken flags, and the set of threads.
 2. the standard pool's global lock: that no worker is started while the interpreter exits.
-3. ``DeviceLoads._lock``: the bookings. A leaf, never taken with the other two held.
+3. ``TaskQueue._lock``: the tasks that wait.
+4. ``DeviceLoads._lock``: the bookings. A leaf.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import thread as stock
 from contextvars import copy_context
@@ -24,6 +25,7 @@ from queue import SimpleQueue
 from typing import Any, Literal, TypeVar, cast
 
 from managed_exec.config import (
+    allowed_positions,
     checked_flag,
     checked_max_workers,
     checked_memory,
@@ -31,15 +33,19 @@ from managed_exec.config import (
     checked_tasks_per_device,
 )
 from managed_exec.context import DeviceContext
-from managed_exec.devices import resolve_devices
+from managed_exec.devices import Device, resolve_devices
 from managed_exec.devices.discovery import DeviceLike
 from managed_exec.inheritance import SubmitterModes, SubmitterStreams
 from managed_exec.managed_context import ManagedContext
+from managed_exec.memory.limits import Limits
 from managed_exec.memory.manager import configure
 from managed_exec.memory.policy import MemoryPolicy
+from managed_exec.options import ANY, NO_OPTIONS, Need, TaskOptions, options_of
 from managed_exec.scheduling.loads import DeviceLoads
 from managed_exec.scheduling.placement import Placement
+from managed_exec.scheduling.queue import TaskQueue
 from managed_exec.scheduling.worker import Worker
+from managed_exec.sizes import format_bytes
 from managed_exec.task import Task
 from managed_exec.telemetry.sampler import DeviceSampler
 
@@ -99,18 +105,22 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             self._max_workers = max(self._max_workers, len(self._devices))
         # A worker more than the devices take tasks would have nothing to do but wait for one of them.
         self._max_threads = self._max_workers if device_tasks is None else min(self._max_workers, device_tasks)
-        # The standard pool's own parts, which its shutdown drains, joins and marks; typed for what is put into them.
-        self._tasks = cast("SimpleQueue[Task | None]", self._work_queue)
-        self._workers = cast("set[threading.Thread]", self._threads)
+        self._workers = cast("set[threading.Thread]", self._threads)  # the standard pool's, which its shutdown joins
         self._thread_initializer = initializer, initargs
         self._inherit_context = checked_flag(inherit_context, "inherit_context")
         self._accelerators = tuple(device for device in self._devices if device.is_accelerator)
         # In the worker's own thread; refers to nothing of this object, which may be collected before its workers end.
         self._make_context: Callable[[], DeviceContext] = partial(DeviceContext, self._devices)
+        limits: Limits | None = None
         if memory is not False and self._accelerators:
             manager = configure(memory, [device.torch_device for device in self._accelerators])
             self._make_context = partial(ManagedContext, self._devices, manager)
-        self._loads = DeviceLoads(self._devices, tasks_per_device, place)
+            limits = manager.limits
+        self._loads = DeviceLoads(
+            self._devices, tasks_per_device, place, partial(_capacity_bytes, self._devices, limits)
+        )
+        self._tasks = TaskQueue(self._loads)
+        self._work_queue = cast("Any", self._tasks)  # where the standard pool's shutdown looks for tasks to cancel
         self._sampler: DeviceSampler | None = None  # runs from the first submit on, where there is a choice of devices
         # Tasks submitted and not yet known to be done with, and those done with since; the first is guarded by the
         # shutdown lock. A thread is started when there are more tasks than threads: counting idle threads instead
@@ -127,7 +137,9 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         Raises:
             RuntimeError: the pool or the interpreter is shutting down.
             BrokenThreadPool: an initializer failed.
+            ValueError: by ``gpu_task`` *fn* wants a device that the pool has not, or more memory than any has.
         """
+        options = options_of(fn)
         task = Task(
             next(self._task_ids),
             fn,
@@ -136,6 +148,8 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             copy_context() if self._inherit_context else None,
             SubmitterModes.capture(self._devices[0].torch_device.type) if self._inherit_context else None,
             SubmitterStreams.capture(self._accelerators) if self._accelerators else None,
+            options,
+            ANY if options is NO_OPTIONS else self._need_of(options),
         )
         with self._shutdown_lock, stock._global_shutdown_lock:
             if self._broken:
@@ -152,6 +166,16 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             if self._unfinished > len(self._workers) < self._max_threads:
                 self._start_worker()
         return task.future
+
+    def _need_of(self, options: TaskOptions) -> Need:
+        """Return what a task with *options* asks of the pool's devices."""
+        need = Need(options.memory_bytes, allowed_positions(options.device, self._devices))
+        if need.n_bytes and need.n_bytes > self._loads.largest_bytes(need):
+            raise ValueError(
+                f"memory: the task needs {format_bytes(need.n_bytes)}, and the largest device it may run on has "
+                f"{format_bytes(self._loads.largest_bytes(need))}"
+            )
+        return need
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         super().shutdown(wait, cancel_futures=cancel_futures)
@@ -190,8 +214,14 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         self._workers.add(thread)
 
     @staticmethod
-    def _start_thread(thread: threading.Thread, wake: SimpleQueue[Any]) -> None:
+    def _start_thread(thread: threading.Thread, wake: SimpleQueue[Any] | TaskQueue) -> None:
         """Start *thread* and have the interpreter wake it through *wake*, and wait for it, when it exits."""
         thread.start()
-        threads_queues = cast("MutableMapping[threading.Thread, SimpleQueue[Any]]", stock._threads_queues)
+        threads_queues = cast("MutableMapping[threading.Thread, Any]", stock._threads_queues)
         threads_queues[thread] = wake
+
+
+def _capacity_bytes(devices: Sequence[Device], limits: Limits | None, position: int) -> int:
+    """Return what tasks may reserve of the device at *position*."""
+    device = devices[position]
+    return device.memory().total_bytes if limits is None else limits.total_bytes(device.torch_device)

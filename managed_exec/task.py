@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextvars import Context
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple
 
 import torch
 
 from managed_exec.context import current_context
 from managed_exec.inheritance import SubmitterModes, SubmitterStreams
-
-F = TypeVar("F", bound=Callable[..., Any])
+from managed_exec.options import ANY, NO_OPTIONS, Need, TaskOptions
 
 
 class Task:
@@ -21,7 +20,7 @@ class Task:
     A hundred thousand of these wait in a queue, so it holds what the call needs and nothing else.
     """
 
-    __slots__ = ("args", "context", "fn", "future", "id", "kwargs", "modes", "streams")
+    __slots__ = ("args", "attempts", "context", "fn", "future", "id", "kwargs", "modes", "need", "options", "streams")
 
     def __init__(
         self,
@@ -32,6 +31,8 @@ class Task:
         context: Context | None,
         modes: SubmitterModes | None,
         streams: SubmitterStreams | None,
+        options: TaskOptions = NO_OPTIONS,
+        need: Need = ANY,
     ) -> None:
         self.future: Future[Any] = Future()
         self.id = task_id
@@ -41,6 +42,9 @@ class Task:
         self.context: Any = context  # a Context, or None where nothing is inherited
         self.modes = modes
         self.streams = streams
+        self.options = options
+        self.need = need  # with which it is, or will be, booked
+        self.attempts = 0  # runs that are over, of a task that may run again
 
     def drop_call(self) -> None:
         """Let go of the function and its arguments."""
@@ -63,22 +67,3 @@ def current_task() -> CurrentTask | None:
     """Return the task that the calling thread runs; None outside a task, in threads a task starts included."""
     context = current_context()
     return None if context is None else CurrentTask(context.device, context.stream, context.task_id)
-
-
-@overload
-def gpu_task(fn: F, /) -> F: ...
-@overload
-def gpu_task() -> Callable[[F], F]: ...
-def gpu_task(fn: Callable[..., Any] | None = None, /) -> Callable[..., Any]:
-    """Mark a function as a task, with or without parentheses. It stays the ordinary callable it was.
-
-    Raises:
-        TypeError: what is decorated is not callable.
-    """
-
-    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
-        if not callable(function):
-            raise TypeError(f"gpu_task: expected a callable, got {function!r}; options are keywords")
-        return function
-
-    return mark if fn is None else mark(fn)

@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("executor",),
     ("config", "scheduling", "telemetry"),
     ("managed_context",),
-    ("task", "context", "inheritance"),
+    ("task", "context", "inheritance", "options"),
     ("tensors",),
     ("memory",),
     ("devices",),

@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from managed_exec.devices import current_stream
 from managed_exec.errors import DeviceMemoryError, NotMovableError, TierFullError
 from managed_exec.memory.limits import Limits
 from managed_exec.memory.mover import NOT_RESIDENT, TIERS_FULL, Mover
@@ -156,7 +157,13 @@ class MemoryManager:
             while record.residency in MOVING:
                 self.table.changed.wait()
             copy = record.copy
-        return None if copy is None else copy.bytes
+        if copy is None:
+            return None
+        found: torch.Tensor = copy.bytes
+        if not found.is_cpu:
+            # The record may come home and give the copy back while it is still read here.
+            found.record_stream(current_stream(found.device))
+        return found
 
     # -- what the user asks for -------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ class DeviceSnapshot(NamedTuple):
     free_bytes: int | None = None  # None until first sampled, as the next
     total_bytes: int | None = None
     utilization: float | None = None  # busy share of the last sampling period, 0 to 1; None where nothing tells
+    reserved_bytes: int = 0  # what the running tasks have said they need
 
     @property
     def free_share(self) -> float:
@@ -42,15 +43,20 @@ Placement: TypeAlias = Callable[[Sequence[DeviceSnapshot], PlacementRequest], in
 
 
 def least_loaded(devices: Sequence[DeviceSnapshot], request: PlacementRequest) -> int:
-    """Choose the fewest running tasks, then the most free memory, then the lowest utilisation.
+    """Choose the fewest running tasks, then the fewest bytes reserved, the most free memory, the lowest utilisation.
 
     Memory and utilisation count in steps, an eighth of the device and a quarter: a few stray bytes are no reason to
     leave the device on which the worker already has its stream, workspaces and cached blocks.
     """
 
-    def load(snapshot: DeviceSnapshot) -> tuple[int, int, bool]:
+    def load(snapshot: DeviceSnapshot) -> tuple[int, int, int, bool]:
         busy = 0 if snapshot.utilization is None else round(snapshot.utilization * 4)
-        return -round(snapshot.free_share * 8), busy, snapshot.position != request.last_position
+        return (
+            snapshot.reserved_bytes,
+            -round(snapshot.free_share * 8),
+            busy,
+            snapshot.position != request.last_position,
+        )
 
     fewest = min([snapshot.running for snapshot in devices])
     equals = [snapshot for snapshot in devices if snapshot.running == fewest]

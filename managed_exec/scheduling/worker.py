@@ -2,8 +2,10 @@
 
 The life of a task in its worker, in this order, so that whoever sees the future done finds everything given back:
 
-    future running -> book a device -> enter the device context -> call -> wait for its device work
+    book a device -> future running -> enter the device context -> call -> wait for its device work
         -> leave the context -> give the booking back -> drop arguments -> future done
+
+A task that ran out of device memory, and may run again, goes back to the queue instead of the last two steps.
 
 A worker refers to its executor only weakly, so that a pool nobody holds any more can be collected and its workers end.
 """
@@ -16,13 +18,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import thread as stock
-from queue import SimpleQueue
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from managed_exec.context import DeviceContext
+from managed_exec.devices import CpuDevice
+from managed_exec.options import ANY, NO_OPTIONS
 from managed_exec.scheduling.loads import DeviceLoads
+from managed_exec.scheduling.queue import TaskQueue
 from managed_exec.task import Task
 
 _log = logging.getLogger("concurrent.futures")  # where the standard pool reports what befalls a worker
@@ -42,7 +47,7 @@ class Worker:
     def __init__(
         self,
         owner: weakref.ref[WorkerOwner],
-        tasks: SimpleQueue[Task | None],
+        tasks: TaskQueue,
         done_with: deque[None],
         make_context: Callable[[], DeviceContext],
         loads: DeviceLoads,
@@ -58,6 +63,7 @@ class Worker:
         self._initializer = initializer
         self._initargs = initargs
         self._last_position: int | None = None
+        self._on_cpu: DeviceContext | None = None  # for tasks that run out of device memory and may go on there
 
     def run(self) -> None:
         """Be the target of the worker's thread."""
@@ -72,13 +78,12 @@ class Worker:
                 return
         try:
             context = self._make_context()
-            context.move_booking = self._loads.move
             while True:
-                task = self._tasks.get()
-                if task is not None:
-                    self._run_task(task, context)
-                    del task  # or the task would live until the next one comes
-                    self._done_with.append(None)
+                taken = self._tasks.take(self._last_position)
+                if taken is not None:
+                    if self._run_task(*taken, context):
+                        self._done_with.append(None)
+                    del taken  # or the task would live until the next one comes
                 elif self._must_exit():
                     self._tasks.put(None)  # for the next worker
                     return
@@ -93,31 +98,70 @@ class Worker:
             owner._shutdown = True
         return True
 
-    def _run_task(self, task: Task, context: DeviceContext) -> None:
-        if not task.future.set_running_or_notify_cancel():
-            return
+    def _run_task(self, task: Task, position: int | None, error: BaseException | None, context: DeviceContext) -> bool:
+        """Run *task*, booked at *position*; return whether it is done with: it may be to run again.
+
+        Args:
+            task: is not run if it was cancelled, or if the placement raised *error* for it.
+        """
+        # Of a task that has run once the future says running already. Of one that was cancelled, those who wait for it
+        # are told so by this call.
+        may_run = task.attempts > 0 or task.future.set_running_or_notify_cancel()
+        if position is None or not may_run:
+            if position is not None:
+                self._give_back(position, task)
+            if may_run:
+                _finish(task, None, error)
+            del error, task
+            return True
+        move = self._loads.move
+        context.move_booking = move if task.need is ANY else partial(move, need=task.need)
         result: Any = None
-        error: BaseException | None = None
         try:
-            position = self._loads.book(self._last_position)
-        except BaseException as raised:  # noqa: BLE001 belongs to the task's future, whatever it is
-            error = raised
-        else:
-            try:
-                result, error = _run_bound(task, context, position)
-            finally:
-                self._last_position = context.position  # not the one it began on, if a call of it was made elsewhere
-                self._loads.give_back(context.position)
-        task.drop_call()
-        try:
-            if error is None:
-                task.future.set_result(result)
-            else:
-                _drop_frames_of_out_of_memory(error)
-                task.future.set_exception(error)
-        except BaseException:  # noqa: BLE001 a done callback's; the future is done, and later tasks need this worker
-            _log.exception("exception in a done callback of task %d", task.id)
+            result, error = _run_bound(task, context, position)
+        finally:
+            self._last_position = context.position  # not the one it began on, if a call of it was made elsewhere
+            self._give_back(context.position, task)
+        if error is not None and task.options is not NO_OPTIONS and is_out_of_memory(error):
+            if task.options.on_oom == "retry" and task.attempts < task.options.retries:
+                drop_frames(error)
+                del error
+                task.attempts += 1
+                task.need = task.need._replace(alone=True)
+                self._tasks.put_back(task)
+                return False
+            if task.options.on_oom == "cpu":
+                drop_frames(error)
+                error = None
+                result, error = _run_bound(task, self._cpu_context(), 0)
+        _finish(task, result, error)
         # The traceback of the error refers to this frame, and so to whatever this frame still refers to.
+        del error, result, task
+        return True
+
+    def _give_back(self, position: int, task: Task) -> None:
+        self._loads.give_back(position, task.need)
+        self._tasks.look_again()
+
+    def _cpu_context(self) -> DeviceContext:
+        if self._on_cpu is None:
+            self._on_cpu = DeviceContext((CpuDevice(),))
+        return self._on_cpu
+
+
+def _finish(task: Task, result: Any, error: BaseException | None) -> None:
+    """Let go of what *task* was called with, and have its future done."""
+    task.drop_call()
+    try:
+        if error is None:
+            task.future.set_result(result)
+        else:
+            if is_out_of_memory(error):
+                drop_frames(error)
+            task.future.set_exception(error)
+    except BaseException:  # noqa: BLE001 a done callback's; the future is done, and later tasks need this worker
+        _log.exception("exception in a done callback of task %d", task.id)
+    finally:
         del error, result, task
 
 
@@ -156,12 +200,8 @@ def _run_bound(task: Task, context: DeviceContext, position: int) -> tuple[Any, 
         del error, result, task
 
 
-def _drop_frames_of_out_of_memory(error: BaseException) -> None:
-    """Let go of the locals of every frame that an out-of-memory error, or one raised from it, came through.
-
-    An exception keeps the frames, and so the tensors, of the task that raised it for as long as its future lives; for
-    an out-of-memory error that is the very memory that is missing. The traceback stays readable.
-    """
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return *error* and all that it was raised from or beside."""
     chain: list[BaseException] = []
     pending: list[BaseException | None] = [error]
     while pending:
@@ -169,6 +209,19 @@ def _drop_frames_of_out_of_memory(error: BaseException) -> None:
         if current is not None and not any(current is link for link in chain):
             chain.append(current)
             pending += [current.__cause__, current.__context__]
-    if any(isinstance(link, torch.OutOfMemoryError) for link in chain):
-        for link in chain:
-            traceback.clear_frames(link.__traceback__)
+    return chain
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether *error* is an out-of-memory error, or was raised from one."""
+    return any(isinstance(link, torch.OutOfMemoryError) for link in _chain(error))
+
+
+def drop_frames(error: BaseException) -> None:
+    """Let go of the locals of every frame that *error*, and what it was raised from, came through.
+
+    An exception keeps the frames, and so the tensors, of the task that raised it for as long as its future lives; for
+    an out-of-memory error that is the very memory that is missing. The traceback stays readable.
+    """
+    for link in _chain(error):
+        traceback.clear_frames(link.__traceback__)

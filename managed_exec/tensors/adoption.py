@@ -25,6 +25,11 @@ class AdoptingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         super().__init__()  # type: ignore[no-untyped-call]  # torch's is not annotated
         self.manager = manager
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch would wrap __torch_dispatch__ for its compiler, which the first kernel of a process would then import.
+        return False
+
     def call(self, func: Callable[[], Any]) -> Any:
         """Call *func* with the mode on."""
         _push_on_torch_dispatch_stack(self)  # what entering the mode comes to, at a fifth of the price

@@ -47,8 +47,10 @@ def meeting_device(
     """
     bytes_on: dict[torch.device, int] = {}
     for tensor in tensors:
-        if not _goes_anywhere(tensor):
+        if not _is_cpu_number(tensor):
             bytes_on[tensor.device] = bytes_on.get(tensor.device, 0) + tensor.element_size() * tensor.numel()
+    if len(bytes_on) == 1 and all(device.type != "cpu" for device in bytes_on) and any(map(_is_cpu_number, tensors)):
+        bytes_on[torch.device("cpu")] = 0  # not every kernel takes a number of the CPU for one of any device
     if len(bytes_on) < 2:
         return None
     if written:
@@ -73,6 +75,9 @@ class Colocated:
     ) -> None:
         self._target = target
         self._to = to
+        # Numbers stay on the CPU, as most kernels want them, unless there is nothing else to be moved.
+        everything = tensors_of((*args, *kwargs.values()))
+        self._with_numbers = all(t.device == target or _is_cpu_number(t) for t in everything)
         self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []  # the original and what stands for it
         self.args = tuple(self._move(value) for value in args)
         self.kwargs = {name: self._move(value) for name, value in kwargs.items()}
@@ -92,7 +97,7 @@ class Colocated:
     def _move(self, value: Any) -> Any:
         """Return *value* with every tensor on the target; the moves are part of the autograd graph."""
         if isinstance(value, torch.Tensor):
-            if value.device == self._target or _goes_anywhere(value):
+            if value.device == self._target or (_is_cpu_number(value) and not self._with_numbers):
                 return value
             moved = self._to(value, self._target)
             self._moved.append((value, moved))
@@ -102,6 +107,6 @@ class Colocated:
         return value
 
 
-def _goes_anywhere(tensor: torch.Tensor) -> bool:
-    """Return whether kernels of every device take *tensor*: torch passes a single number of the CPU by value."""
+def _is_cpu_number(tensor: torch.Tensor) -> bool:
+    """Return whether *tensor* is a single number of the CPU, which most kernels of other devices take by value."""
     return tensor.dim() == 0 and tensor.device.type == "cpu"

@@ -177,7 +177,7 @@ class TestSchedule:
 class TestReadings:
     def test_reach_the_placement(self, rig: Rig) -> None:
         rig.start()
-        assert [snapshot[3:] for snapshot in rig.loads.snapshots()] == [(999, 1000, 0.5)] * 2
+        assert [snapshot[3:6] for snapshot in rig.loads.snapshots()] == [(999, 1000, 0.5)] * 2
 
     @pytest.mark.parametrize(
         "error", [RuntimeError("gone"), torch.AcceleratorError("gone"), OSError("gone"), ValueError("gone")], ids=repr

@@ -184,6 +184,15 @@ class TestAutograd:
         actual = gradients(lambda t, i: manage(t).to(devices[i]))
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(actual, expected, strict=True))
 
+    def test_numbers_of_the_cpu_in_kernels_that_do_not_take_them(self, simulator: Kind) -> None:
+        """Most kernels of a device take a number of the CPU as it is; those that join tensors do not."""
+        a, b = manage(torch.tensor(1.0, requires_grad=True)), manage(torch.tensor(2.0, device="sim:1"))
+        joined = torch.stack([a, b, a])
+        assert joined.device == b.device
+        joined.sum().backward()
+        assert a.grad.device.type == "cpu"
+        assert (joined.tolist(), a.grad.item(), (a + b).device) == ([1, 2, 1], 2.0, b.device)
+
     @pytest.mark.parametrize("count", [2, 3])
     @pytest.mark.parametrize("kind", [torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM])
     def test_recurrent_modules_on_cpu_and_device_inputs_in_one_graph(

@@ -1,0 +1,166 @@
+"""``gpu_task``: what a function's tasks ask of the pool that runs them.
+
+The function stays an ordinary callable, and its own keywords are never taken away: options live on the function.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, cast, overload
+
+import torch
+
+from managed_exec.sizes import parse_bytes
+
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
+F = TypeVar("F", bound=Callable[..., Any])
+
+DeviceChoice: TypeAlias = "int | str | torch.device | Callable[[torch.device], bool]"
+OnOom: TypeAlias = Literal["raise", "retry", "cpu"]
+_ON_OOM = ("raise", "retry", "cpu")
+_ATTRIBUTE = "__gpu_task_options__"
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """What ``gpu_task`` was given.
+
+    Args:
+        memory: bytes, or text such as ``"3GiB"``, that the task needs of its device. It starts when that much can be
+            reserved there; reservations of running tasks together are never more than the device has. None: unknown.
+        device: where it may run: an index or name of one of the pool's devices, or a function that says yes or no to
+            each. None: anywhere.
+        priority: tasks with a higher one start first.
+        retries: how often a task may be run again, which *on_oom* ``"retry"`` needs: only for tasks that may run twice.
+        on_oom: what to do when a task runs out of device memory: ``"raise"``; ``"retry"``: run it again, alone on a
+            device; ``"cpu"``: run it again on the CPU.
+
+    Raises:
+        TypeError, ValueError: a value is of the wrong type, or out of range.
+    """
+
+    memory: int | str | None = None
+    device: DeviceChoice | None = None
+    priority: int = 0
+    retries: int = 0
+    on_oom: OnOom = "raise"
+
+    def __post_init__(self) -> None:
+        _ = self.memory_bytes
+        for name in ("priority", "retries"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}: expected an int, got {value!r}")
+        if self.retries < 0:
+            raise ValueError(f"retries: expected 0 or more, got {self.retries}")
+        if self.on_oom not in _ON_OOM:
+            raise ValueError(f"on_oom: expected one of {', '.join(_ON_OOM)}, got {self.on_oom!r}")
+        if self.on_oom == "retry" and not self.retries:
+            raise ValueError("on_oom: 'retry' runs the task again, so it needs retries=1 or more, for tasks that may")
+        is_place = isinstance(self.device, (int, str, torch.device)) and not isinstance(self.device, bool)
+        if self.device is not None and not is_place and not callable(self.device):
+            raise TypeError(f"device: expected an index, a name, a torch.device or a function, got {self.device!r}")
+
+    @property
+    def memory_bytes(self) -> int:
+        return 0 if self.memory is None else parse_bytes(self.memory, name="memory")
+
+
+NO_OPTIONS = TaskOptions()
+
+
+class Need(NamedTuple):
+    """What a task asks of the device it will run on. Each task that asks for anything has one of its own."""
+
+    n_bytes: int = 0  # to be reserved there
+    allowed: frozenset[int] | None = None  # positions among the pool's devices; None for all
+    alone: bool = False  # no other task beside it
+
+    def takes(self, position: int) -> bool:
+        """Return whether the device at *position* is one that was asked for."""
+        return self.allowed is None or position in self.allowed
+
+
+ANY = Need()
+
+
+class GpuTask(Protocol[P, R_co]):
+    """A function that carries options."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+    def options(
+        self,
+        *,
+        memory: int | str | None = ...,
+        device: DeviceChoice | None = ...,
+        priority: int = ...,
+        retries: int = ...,
+        on_oom: OnOom = ...,
+    ) -> GpuTask[P, R_co]:
+        """Return a variant with other options, for one call; what is not named stays."""
+
+
+@overload
+def gpu_task(fn: F, /) -> F: ...
+@overload
+def gpu_task(
+    *,
+    memory: int | str | None = None,
+    device: DeviceChoice | None = None,
+    priority: int = 0,
+    retries: int = 0,
+    on_oom: OnOom = "raise",
+) -> Callable[[Callable[P, R_co]], GpuTask[P, R_co]]: ...
+def gpu_task(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    """Mark a function as a task, with or without options. It stays the ordinary callable it was.
+
+    Args:
+        fn: the function.
+        options: see ``TaskOptions``. ``function.options(...)`` returns a variant for one call.
+
+    Raises:
+        TypeError: what is decorated is not callable, or cannot carry options; or an option is of the wrong type.
+        ValueError: an option is out of range.
+    """
+    checked = TaskOptions(**options)
+
+    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+        if not callable(function):
+            raise TypeError(f"gpu_task: expected a callable, got {function!r}; options are keywords")
+        try:
+            _attach(function, checked)
+        except (AttributeError, TypeError):
+            if options:
+                raise TypeError(
+                    f"gpu_task: {function!r} cannot carry options; wrap it in a function, or a lambda"
+                ) from None
+        return function
+
+    return mark if fn is None else mark(fn)
+
+
+def options_of(function: Callable[..., Any]) -> TaskOptions:
+    """Return the options that *function* carries, or what a ``functools.partial`` of it is made from."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, _ATTRIBUTE, NO_OPTIONS)
+
+
+def _attach(function: Callable[..., Any], options: TaskOptions) -> None:
+    if isinstance(function, type):
+        raise TypeError("a class would pass its options on to its instances")
+    setattr(function, _ATTRIBUTE, options)
+    function.options = functools.partial(_variant, function)  # type: ignore[attr-defined]  # a function takes any
+
+
+def _variant(function: Callable[P, R_co], /, **changes: Any) -> GpuTask[P, R_co]:
+    @functools.wraps(function)
+    def variant(*args: P.args, **kwargs: P.kwargs) -> R_co:
+        return function(*args, **kwargs)
+
+    _attach(variant, replace(options_of(function), **changes))
+    return cast("GpuTask[P, R_co]", variant)

@@ -1,0 +1,181 @@
+"""The tasks that wait: highest priority first, first come first served among equals.
+
+    put -> waiting --take--> booked on a device, and run
+                  \\--take, no device takes it now--> held --take--> booked
+
+A worker looks at the held tasks first, then at the waiting ones. A held task may be passed by others, a bounded number
+of times: then a device is kept free for it, until it has room (``DeviceLoads.keep_for``).
+
+Who wakes whom: ``put`` leaves one token for each task, and a worker takes one before each look at the waiting tasks. A
+task is only held while another runs, for a device without tasks takes any; the worker of each task that ends looks at
+the held ones again, and leaves a token for a sleeping one to look as well.
+
+Locks: the queue's own, then ``DeviceLoads._lock``. Nothing of the user's runs under either.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import queue
+import threading
+from bisect import insort
+from collections import deque
+from typing import Any, NamedTuple
+
+from managed_exec.options import ANY, Need
+from managed_exec.scheduling.loads import DeviceLoads
+from managed_exec.task import Task
+
+# How many tasks may start before one that was held when they came, on a device that it could run on.
+MAX_PASSED = 16
+
+_LOOK = object()  # a token that stands for no task
+
+
+class _Held:
+    """A task that no device took when it was its turn."""
+
+    __slots__ = ("order", "passed", "task")
+
+    def __init__(self, task: Task, age: int) -> None:
+        self.task = task
+        self.order = (-task.options.priority, age)
+        self.passed = 0  # tasks started since on devices that it could have had
+
+    def __lt__(self, other: _Held) -> bool:
+        return self.order < other.order
+
+
+class Taken(NamedTuple):
+    """A task that a worker has taken."""
+
+    task: Task
+    position: int | None  # of the device that it is booked on; None if it was cancelled, or the placement failed
+    error: BaseException | None  # of the placement
+
+
+class TaskQueue:
+    """What a pool has still to run. Stands in for the standard pool's queue, which drains it by ``get_nowait``."""
+
+    def __init__(self, loads: DeviceLoads) -> None:
+        self._loads = loads
+        self._tokens: queue.SimpleQueue[Any] = queue.SimpleQueue()  # True for each waiting task, _LOOK, None to exit
+        self._lock = threading.Lock()  # guards the fields below
+        self._levels: dict[int, deque[Task]] = {}  # the waiting tasks, by negated priority
+        self._order: list[int] = []  # a heap of the levels that have tasks
+        self._held: list[_Held] = []  # by priority, then by age
+        self._ages = itertools.count()
+
+    def put(self, task: Task | None) -> None:
+        """Add *task*; None has a worker look whether it should end, once it finds nothing to do before."""
+        if task is not None:
+            with self._lock:
+                level = self._levels.get(-task.options.priority)
+                if level is None:
+                    level = self._levels[-task.options.priority] = deque()
+                    heapq.heappush(self._order, -task.options.priority)
+                level.append(task)
+        self._tokens.put(None if task is None else True)
+
+    def put_back(self, task: Task) -> None:
+        """Have *task*, which has run and is to run again, taken before all others of its priority."""
+        with self._lock:
+            insort(self._held, _Held(task, -1))
+            self._loads.keep_for(task.need)
+        self._tokens.put(_LOOK)
+
+    def take(self, last_position: int | None) -> Taken | None:
+        """Return the next task, booked on a device; wait for one. None: the worker should look whether to end."""
+        while True:
+            held = self._next_held()
+            if held is None:
+                token = self._tokens.get()
+                if token is None:
+                    return None
+                if token is _LOOK:
+                    continue
+                task = self._next_waiting()
+            else:
+                task = held.task
+            if task.future.cancelled():
+                return Taken(task, None, None)
+            position, error = self._book(task.need, last_position)
+            if error is not None:
+                try:
+                    return Taken(task, None, error)
+                finally:
+                    del error, task, held  # the traceback of the error refers to this frame
+            if position is not None:
+                if self._held:
+                    self._note_start(position)
+                return Taken(task, position, None)
+            # Held before the next look: a task that ends meanwhile finds it, or has made the room that look finds.
+            with self._lock:
+                insort(self._held, held or _Held(task, next(self._ages)))
+            del task, held
+
+    def _book(self, need: Need, last_position: int | None) -> tuple[int | None, BaseException | None]:
+        """Book a device; a failure of the placement belongs to the task, and so is returned."""
+        try:
+            return self._loads.book(last_position, need), None
+        except BaseException as error:  # noqa: BLE001 whatever it is
+            return None, error
+
+    def look_again(self) -> None:
+        """Have the held tasks looked at again: a task has ended, and the calling worker is about to take one itself."""
+        if self._held:
+            self._tokens.put(_LOOK)
+
+    def get_nowait(self) -> Task | None:
+        """Return a task that has not started, or the None that was put.
+
+        Raises:
+            queue.Empty: there is none.
+        """
+        with self._lock:
+            if self._held:
+                held = self._held.pop(0)
+                self._loads.keep_no_longer(held.task.need)
+                return held.task
+        while True:
+            token = self._tokens.get_nowait()
+            if token is not _LOOK:
+                return None if token is None else self._next_waiting()
+
+    def qsize(self) -> int:
+        return self._tokens.qsize() + len(self._held)
+
+    def _next_waiting(self) -> Task:
+        """Remove and return the first of the waiting tasks; a token for it was taken."""
+        with self._lock:
+            level = self._levels[self._order[0]]
+            task = level.popleft()
+            if not level:
+                del self._levels[heapq.heappop(self._order)]
+            return task
+
+    def _next_held(self) -> _Held | None:
+        """Remove and return the first held task that a device would take, or that was cancelled."""
+        if not self._held:
+            return None
+        with self._lock:
+            for i, held in enumerate(self._held):
+                cancelled = held.task.future.cancelled()
+                if cancelled or self._loads.has_room(held.task.need):
+                    del self._held[i]
+                    if cancelled:
+                        self._loads.keep_no_longer(held.task.need)
+                    if self._held:
+                        self._tokens.put(_LOOK)  # there may be room for more than one
+                    return held
+        return None
+
+    def _note_start(self, position: int) -> None:
+        """Count a task that has started on a device before those that are held."""
+        with self._lock:
+            for held in self._held:
+                if held.task.need is not ANY and held.task.need.takes(position):
+                    held.passed += 1
+                    if held.passed >= MAX_PASSED:
+                        self._loads.keep_for(held.task.need)
