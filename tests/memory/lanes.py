@@ -150,7 +150,10 @@ class Lane:
         actual = Outcome.of(func, *(cell.managed for cell in cells))
         if expected.error is not None or actual.error is not None:
             assert expected.error is not None, f"only the managed call raised {actual.error}: {actual.text}"
-            assert actual.error is not None, f"only the plain call raised {expected.error}: {expected.text}"
+            assert actual.error is not None, (
+                f"only the plain call raised {expected.error}: {expected.text}; grad mode {torch.is_grad_enabled()}, "
+                + ", ".join(f"{t.device} {t.requires_grad} {t.is_leaf}" for c in cells for t in (c.managed, c.model))
+            )
             assert issubclass(actual.error, expected.error), (expected, actual)
             return
         models, results = tensors_in(expected.value), tensors_in(actual.value)
