@@ -26,6 +26,11 @@ class Turns:
         self._holder: int | None = None  # the thread that has the turn
         self._arrivals = itertools.count()
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread has the turn."""
+        return self._holder == threading.get_ident()
+
     @contextmanager
     def turn(self, age: int) -> Iterator[None]:
         """Hold the device's turn; wait for it behind all that are older. A thread that has it keeps it."""

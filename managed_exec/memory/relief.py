@@ -116,6 +116,8 @@ class Relief:
         task = ownership.thread.owner
         if task is None and operands:
             task = operands[0].owner
+        if self._table.is_nested() and not self._turns_of(no_room.device).is_mine:
+            return self._rerun_nested(call, no_room, operands, task)
         age = _YOUNGEST if task is None else task.age
         may_leave = not (ownership.thread.stays or written or any(record.pins for record in operands))
         while True:
@@ -126,6 +128,28 @@ class Relief:
             if not isinstance(outcome, NoRoom):
                 return outcome
             no_room = outcome
+
+    def _rerun_nested(
+        self, call: Callable[[], T | NoRoom], no_room: NoRoom, operands: Sequence[Record], task: Owner | None
+    ) -> T:
+        """Do what can be done for a kernel inside another: neither the turn nor anybody else is waited for.
+
+        Whoever has the turn may be waiting for the outer kernel. That lets go of its operands when this one raises.
+        """
+        request = _Request(no_room.device, no_room.needed_bytes, no_room.needed_bytes, operands, task, False)
+        while self._spill_coldest(request):
+            outcome = call()
+            if not isinstance(outcome, NoRoom):
+                return outcome
+            no_room = outcome
+            request = request._replace(
+                device=no_room.device,
+                needed_bytes=no_room.needed_bytes,
+                wanted_bytes=max(request.wanted_bytes * 2, no_room.needed_bytes),
+            )
+        raise torch.OutOfMemoryError(
+            f"no room on {no_room.device} in a kernel. Tried to allocate {no_room.needed_bytes} bytes"
+        )
 
     def note_migration(self, target: torch.device) -> None:
         """Count a call of the calling thread that is about to be made on *target*, and tell its task."""
@@ -257,8 +281,9 @@ class Relief:
                 busy = self._table.in_use()
                 if any(r.residency is Residency.RESIDENT and self._table.obstacle(r, busy) is None for r in others):
                     return True
-                in_flight = any(r in busy or r.residency in MOVING for r in others)
-                unregistered = self._table.in_flight()  # this thread has none: its kernel has found no room
+                waited_for = self._table.in_use_elsewhere()
+                in_flight = any(r in waited_for or r.residency in MOVING for r in others)
+                unregistered = self._table.in_flight_elsewhere()
                 if not in_flight and not unregistered and landed != self._table.landed:
                     return True  # what was in flight is down, and what it made may have gone already
                 if for_tasks:

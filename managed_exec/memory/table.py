@@ -77,9 +77,20 @@ class RecordTable:
         """Return the records that kernels in flight use. The lock is held."""
         return {record for flights in self._flights for records in list(flights.records) for record in list(records)}
 
-    def in_flight(self) -> bool:
-        """Return whether any kernel is in flight. The lock is held."""
-        return any(flights.records for flights in self._flights)
+    def in_use_elsewhere(self) -> set[Record]:
+        """Return the records that kernels of other threads in flight use. The lock is held."""
+        mine = self._thread.flights
+        others = [flights for flights in self._flights if flights is not mine]
+        return {record for flights in others for records in list(flights.records) for record in list(records)}
+
+    def in_flight_elsewhere(self) -> bool:
+        """Return whether any kernel of another thread is in flight. The lock is held."""
+        mine = self._thread.flights
+        return any(flights.records for flights in self._flights if flights is not mine)
+
+    def is_nested(self) -> bool:
+        """Return whether the calling thread is in a kernel that uses records, whose end it must not wait for."""
+        return any(self._thread.flights.records)
 
     def tick(self) -> int:
         """Advance the clock of uses and return its reading."""

@@ -9,13 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunction, _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
+from torch._C import (
+    DisableTorchFunction,
+    _len_torch_dispatch_stack,
+    _pop_torch_dispatch_stack,
+    _push_on_torch_dispatch_stack,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from managed_exec.errors import DeviceMemoryError
 from managed_exec.memory.manager import MemoryManager
+from managed_exec.tensors.handle import is_foreign
 from managed_exec.tensors.managed import ManagedTensor
-from managed_exec.tensors.schema import written_arguments
+from managed_exec.tensors.schema import facts
 
 
 class AdoptingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ is not annotated
@@ -42,7 +48,11 @@ class AdoptingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         with DisableTorchFunction():
-            if types or written_arguments(func):
+            if _len_torch_dispatch_stack() or (types and any(map(is_foreign, types))):
+                # Other modes, and classes with a dispatch of their own (fake tensors, wrappers), have their say first;
+                # the managed operands among theirs see to themselves.
+                return ManagedTensor.adopted(func, args, kwargs or {}, func(*args, **(kwargs or {})), self._adopts)
+            if types or facts(func).writes:
                 return ManagedTensor.dispatch(func, args, kwargs or {}, self._adopts)
             # The common case, small and plain, is worth a way of its own.
             table = self.manager.table

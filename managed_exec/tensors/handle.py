@@ -11,14 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, _DisableTorchDispatch
+from torch._C import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    _DisableTorchDispatch,
+    _len_torch_dispatch_stack,
+)
 
 from managed_exec.memory.manager import MemoryManager, manager
 from managed_exec.memory.owner import Owner
 from managed_exec.memory.record import Record
 from managed_exec.tensors.colocation import DeviceMismatchError, meeting_device, tensors_of
 from managed_exec.tensors.kernel import OperatorCall, same_view, written_tensors
-from managed_exec.tensors.schema import written_arguments
+from managed_exec.tensors.schema import facts
 from managed_exec.tensors.writes import note_writes
 
 _make_subclass = torch.Tensor._make_subclass
@@ -27,6 +32,11 @@ _make_subclass = torch.Tensor._make_subclass
 _TO_COPY: Any = torch.ops.aten._to_copy.default
 _COPY: Any = torch.ops.aten.copy_.default
 _DETACH: Any = torch.ops.aten.detach.default
+
+
+def is_foreign(kind: type) -> bool:
+    """Return whether tensors of class *kind* have a dispatch of their own, which is not that of managed tensors."""
+    return not issubclass(kind, Handle) and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
 class Handle(torch.Tensor):
@@ -72,6 +82,8 @@ class Handle(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if len(types) > 1 and any(map(is_foreign, types)):
+            return NotImplemented  # theirs knows what to do with what is inside
         # Below autograd there is no function level, whoever has switched it on above (see tensors.backward).
         with DisableTorchFunction():
             return cls.dispatch(func, args, kwargs or {})
@@ -107,18 +119,19 @@ class Handle(torch.Tensor):
         owner = records[0].owner if records else None
         if func is _DETACH:
             records = []  # it looks at no byte, so nothing has to be there
-        writes = bool(written_arguments(func))
+        about = facts(func)
 
         def adopt(result: Any) -> Any:
             written: Sequence[torch.Tensor] = ()
-            if writes:
+            if about.writes:
                 written = written_tensors(func, args, kwargs)
                 note_writes(written)
                 _note_written(func, written)
-            return cls._wrap(result, keeper, owner, adopts, written)
+            # A mode that has declined managed operands and is on while the kernel gets plain ones knows its results.
+            return result if _len_torch_dispatch_stack() else cls._wrap(result, keeper, owner, adopts, written)
 
         try:
-            return keeper.run(OperatorCall(func, args, kwargs, records, writes, adopt))
+            return keeper.run(OperatorCall(func, args, kwargs, records, about, adopt))
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as error:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch._C import _DisableTorchDispatch
+from torch._C import _DisableTorchDispatch, _len_torch_dispatch_stack
 
 from managed_exec.errors import DeviceMemoryError
 from managed_exec.memory.record import Record
 from managed_exec.memory.relief import NoRoom
 from managed_exec.memory.table import RecordTable
 from managed_exec.tensors.colocation import tensors_of
-from managed_exec.tensors.schema import written_arguments
+from managed_exec.tensors.plain import plain_alias
+from managed_exec.tensors.schema import Facts, written_arguments
 
 T = TypeVar("T")
 
@@ -23,11 +25,11 @@ class OperatorCall:
 
     Args:
         records: of the operands.
-        writes: whether the operator writes to any of them.
+        about: the operator.
         adopt: makes what the operator returns managed.
     """
 
-    __slots__ = ("adopt", "args", "func", "kwargs", "records", "writes")
+    __slots__ = ("adopt", "args", "func", "kwargs", "may_run_python", "records", "writes")
 
     def __init__(
         self,
@@ -35,17 +37,29 @@ class OperatorCall:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         records: Sequence[Record],
-        writes: bool,
+        about: Facts,
         adopt: Callable[[Any], Any],
     ) -> None:
         self.func = func
         self.args = args
         self.kwargs = kwargs
         self.records = records
-        self.writes = writes
+        self.writes, self.may_run_python = about
         self.adopt = adopt
 
     def __call__(self) -> Any:
+        if self.may_run_python or _len_torch_dispatch_stack():
+            # It may use other managed tensors, or a mode that traces has declined managed ones: the dispatch level
+            # stays on, and the operands are plain.
+            plain: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+            is_traced = _traced()
+            args = tuple(_plain(value, plain, is_traced) for value in self.args)
+            kwargs = {name: _plain(value, plain, is_traced) for name, value in self.kwargs.items()}
+            if plain:
+                result = self.func(*args, **kwargs)
+                result = _replaced(result, {id(alias): tensor for tensor, alias in plain.values()})
+                del args, kwargs, plain
+                return self.adopt(result)
         with _DisableTorchDispatch():
             result = self.func(*self.args, **self.kwargs)
         return self.adopt(result)
@@ -66,6 +80,35 @@ class OperatorCall:
         if wanted is not None:
             return torch.device(wanted)
         return self.records[0].device if self.records else tensors_of(self.args)[0].device
+
+
+def _traced() -> Callable[[torch.Tensor], bool]:
+    """Return what says whether the tracer that is on (``make_fx``) knows a tensor as one of its values."""
+    tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    mode = None if tracing is None else tracing.get_proxy_mode()
+    if tracing is None or mode is None:
+        return lambda tensor: False
+    return lambda tensor: bool(tracing.has_proxy_slot(tensor, mode.tracer))
+
+
+def _plain(
+    value: Any, plain: dict[int, tuple[torch.Tensor, torch.Tensor]], is_traced: Callable[[torch.Tensor], bool]
+) -> Any:
+    """Return *value* with plain aliases of its managed tensors, the same one for the same tensor."""
+    if isinstance(value, (list, tuple)):
+        return type(value)([_plain(element, plain, is_traced) for element in value])
+    if not hasattr(value, "_record") or not isinstance(value, torch.Tensor) or is_traced(value):
+        return value
+    if id(value) not in plain:
+        plain[id(value)] = value, plain_alias(value)
+    return plain[id(value)][1]
+
+
+def _replaced(result: Any, originals: dict[int, torch.Tensor]) -> Any:
+    """Return *result* with the operands of the call in place of their aliases."""
+    if isinstance(result, (list, tuple)):
+        return type(result)([_replaced(element, originals) for element in result])
+    return originals.get(id(result), result)
 
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

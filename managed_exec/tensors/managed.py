@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any, SupportsIndex, TypeVar, cast
 
 import torch
-from torch._C import DisableTorchFunctionSubclass, _EnableTorchFunction
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, _DisableTorchDispatch, _EnableTorchFunction
 
 from managed_exec.errors import DeviceMemoryError, NotMovableError
 from managed_exec.memory.manager import manager
@@ -45,6 +45,8 @@ _EXPORTS: frozenset[Any] = frozenset(
         torch.Tensor.storage,
         torch.Tensor._typed_storage,
         torch.Tensor.share_memory_,
+        # Reads data_ptr() where this level is off already. (The getter of a property.)
+        torch.Tensor.__cuda_array_interface__.__get__,
     }
 )
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -93,6 +95,13 @@ class ManagedTensor(PlacedTensor, Handle):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
+    def as_subclass(self, cls: Any) -> Any:
+        """Return the tensor as one of class *cls*. One that knows nothing of records keeps the memory where it is."""
+        if issubclass(cls, ManagedTensor):
+            return super().as_subclass(cls)
+        with self.hold(), DisableTorchFunctionSubclass(), _DisableTorchDispatch():
+            return super().as_subclass(cls)
+
     def tolist(self) -> Any:
         return plain_copy(self, torch.device("cpu")).tolist()
 
@@ -130,7 +139,7 @@ class ManagedTensor(PlacedTensor, Handle):
                 "as in torch; use detach() first"
             )
         with self.hold() as plain:
-            copied: torch.Tensor = _with_room(lambda: manage(copy.deepcopy(plain, memo)), self.device)
+            copied: torch.Tensor = _with_room(lambda: _plain_deepcopy(plain, memo), self.device)
             copied.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             copied = torch.nn.Parameter(copied, self.requires_grad)
@@ -267,6 +276,13 @@ def _with_room(call: Callable[[], T], device: torch.device) -> T:
     """Return what *call* returns, which allocates plain tensors on *device*; call it again once there is room."""
     outcome = or_no_room(call, device, manager().table)
     return _rerun(call, outcome) if isinstance(outcome, NoRoom) else outcome
+
+
+def _plain_deepcopy(plain: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """Return a managed copy of *plain*, made as outside a task: torch insists on plain parts."""
+    with DisableTorchFunction():
+        copied = copy.deepcopy(plain, memo)
+    return manage(copied)
 
 
 def _moved(tensor: Any, target: torch.device) -> Any:

@@ -1,9 +1,9 @@
-"""What an operator's schema says of its arguments."""
+"""What is known of an operator before it is called."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 # Operators that write to an argument and whose schema does not say so. They are older than the rule, and stay as they
 # are for the sake of saved models that name them.
@@ -26,3 +26,20 @@ def written_arguments(func: Any) -> frozenset[int | str]:
             if not argument.kwarg_only:
                 written.add(position)
     return frozenset(written)
+
+
+# Operators of these are torch's own, and none of their kernels is a Python function.
+_NAMESPACES_OF_TORCH = frozenset({"aten", "prim", "prims", "quantized", "c10d", "_c10d_functional"})
+
+
+class Facts(NamedTuple):
+    """What the dispatch level asks of an operator, in one look."""
+
+    writes: bool  # whether it writes to any argument
+    may_run_python: bool  # whether its kernel may be a Python function, which may use other tensors
+
+
+@functools.cache
+def facts(func: Any) -> Facts:
+    """Return the facts about the operator *func*."""
+    return Facts(bool(written_arguments(func)), func.namespace not in _NAMESPACES_OF_TORCH)

@@ -260,7 +260,7 @@ class ManagedTensors(RuleBasedStateMachine):
         table = self.manager.table
         with table.lock:
             records = table.live()
-            assert not table.in_flight()
+            assert not table.in_flight_elsewhere()
             assert not table.in_use()
             assert table.waiting == 0
         resident: Counter[str] = Counter()

@@ -264,7 +264,7 @@ def check_nothing_left(manager: MemoryManager, directory: Path) -> None:
     assert eventually(lambda: allocated_bytes() == 0)
     for i in range(2):
         assert torch.accelerator.max_memory_allocated(i) <= DEVICE_BYTES
-    assert not manager.table.in_flight()
+    assert not manager.table.in_flight_elsewhere()
     statistics = manager.statistics()
     assert statistics.tier_bytes == {"peer": 0, "host": 0, "disk": 0}
     assert statistics.spilled_count["host"] > 100
