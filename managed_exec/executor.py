@@ -112,8 +112,11 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         # In the worker's own thread; refers to nothing of this object, which may be collected before its workers end.
         self._make_context: Callable[[], DeviceContext] = partial(DeviceContext, self._devices)
         limits: Limits | None = None
+        self._policy_holders: weakref.WeakSet[object] | None = None
         if memory is not False and self._accelerators:
-            manager = configure(memory, [device.torch_device for device in self._accelerators])
+            holder = None if memory is None else self
+            manager = configure(memory, [device.torch_device for device in self._accelerators], holder)
+            self._policy_holders = manager.holders
             self._make_context = partial(ManagedContext, self._devices, manager)
             limits = manager.limits
         self._loads = DeviceLoads(
@@ -179,6 +182,8 @@ class GPUPoolExecutor(ThreadPoolExecutor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         super().shutdown(wait, cancel_futures=cancel_futures)
+        if self._policy_holders is not None:
+            self._policy_holders.discard(self)  # another pool may bring another policy now
         sampler = self._sampler
         if sampler is not None:
             sampler.wake.put(None)

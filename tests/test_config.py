@@ -75,7 +75,7 @@ def test_a_pool_that_was_not_made_leaves_nothing(options: dict[str, object]) -> 
 
 @pytest.mark.parametrize("memory", ["1GB", 5, {"min_bytes": 1}, MemoryPolicy])
 def test_memory_is_a_policy(memory: object) -> None:
-    with pytest.raises(TypeError, match="memory: expected a MemoryPolicy or None"):
+    with pytest.raises(TypeError, match="memory: expected a MemoryPolicy, None for the default one or False"):
         GPUPoolExecutor(memory=memory)  # type: ignore[arg-type]
 
 

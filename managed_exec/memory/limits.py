@@ -17,8 +17,8 @@ from managed_exec.memory.policy import MemoryPolicy
 class Limits:
     """The devices that may be used, and the limit of each."""
 
-    def __init__(self, policy: MemoryPolicy) -> None:
-        self._policy = policy
+    def __init__(self) -> None:
+        self.policy = MemoryPolicy()
         self._lock = threading.Lock()  # guards the dictionary; a leaf
         # Bytes that may be used and bytes there are; in the order in which pools came with the devices.
         self._limits: dict[torch.device, tuple[int, int]] = {}
@@ -33,7 +33,7 @@ class Limits:
             for device in devices:
                 total = AcceleratorDevice(device).memory().total_bytes
                 if device not in self._limits or total != self._limits[device][0]:  # the simulator, enabled anew
-                    limit = min(self._policy.limit_bytes(total), total)
+                    limit = min(self.policy.limit_bytes(total), total)
                     if limit < total:
                         _set_limit(device, limit, total)
                     self._limits[device] = limit, total

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
@@ -45,6 +46,9 @@ class Kernel(Protocol[T_co]):
     def written(self) -> list[Record]:
         """Return those of the records that the kernel writes to."""
 
+    def may_leave(self) -> bool:
+        """Return whether the call that the kernel is part of can be made on another device."""
+
     def device(self) -> torch.device:
         """Return where the kernel allocates."""
 
@@ -59,7 +63,10 @@ class _Touch:
         return None
 
     def written(self) -> list[Record]:
-        return list(self.records)  # it is wanted on its device, so nobody may make the call elsewhere
+        return []
+
+    def may_leave(self) -> bool:
+        return False
 
     def device(self) -> torch.device:
         return self.records[0].device
@@ -69,11 +76,44 @@ class MemoryManager:
     """Manages the storages of one process."""
 
     def __init__(self, policy: MemoryPolicy) -> None:
+        self.table = RecordTable()
+        self.limits = Limits()
+        self.holders: weakref.WeakSet[object] = weakref.WeakSet()  # open pools that insist on the policy
+        self._take_policy(policy)
+
+    def _take_policy(self, policy: MemoryPolicy) -> None:
         self.policy = policy
-        self.table = RecordTable(policy.min_bytes)
-        self.limits = Limits(policy)
+        self.table.min_bytes = policy.smallest_bytes
+        self.limits.policy = policy
         self._mover = Mover(self.table, policy, self.limits)
         self.relief = Relief(self.table, self._mover, policy, self.limits)
+
+    def change_policy(self, policy: MemoryPolicy) -> None:
+        """Go on with *policy*, and with statistics from the beginning.
+
+        Raises:
+            ValueError: an open pool has another policy, or tensors are spilled under another.
+        """
+        if self.holders:
+            raise ValueError(
+                f"memory: the process has one memory manager, and an open pool has it under {self.policy}; shut that "
+                "pool down first, or give every pool the same policy"
+            )
+        if self._spilled():
+            gc.collect()  # those in dead cycles do not count
+        with self.table.lock:
+            spilled = self._spilled()
+            if spilled:
+                raise ValueError(
+                    f"memory: the process has one memory manager, and tensors ({spilled} now) are spilled under "
+                    f"{self.policy}; drop or unspill them first, or give every pool the same policy"
+                )
+            self.limits.lift()
+            self._take_policy(policy)
+
+    def _spilled(self) -> int:
+        with self.table.lock:
+            return sum(record.residency is not Residency.RESIDENT for record in self.table.live())
 
     # -- kernels ----------------------------------------------------------------------------------------------------
 
@@ -86,7 +126,9 @@ class MemoryManager:
         """
         outcome = self._run_once(kernel)
         if isinstance(outcome, NoRoom):
-            return self.relief.rerun(lambda: self._run_once(kernel), outcome, kernel.records, kernel.written())
+            return self.relief.rerun(
+                lambda: self._run_once(kernel), outcome, kernel.records, may_leave=kernel.may_leave()
+            )
         return outcome
 
     def _run_once(self, kernel: Kernel[T]) -> T | NoRoom:
@@ -258,11 +300,6 @@ class MemoryManager:
             )
 
 
-def _count_alive(keeper: MemoryManager) -> int:
-    with keeper.table.lock:
-        return len(keeper.table.live())
-
-
 class _Process:
     """The process's one manager, made on first use."""
 
@@ -281,33 +318,27 @@ def manager() -> MemoryManager:
     return found
 
 
-def configure(policy: MemoryPolicy | None, devices: Iterable[torch.device] = ()) -> MemoryManager:
-    """Return the process's manager, made or made anew with *policy*, and allow it the accelerators *devices*.
+def configure(
+    policy: MemoryPolicy | None, devices: Iterable[torch.device] = (), holder: object | None = None
+) -> MemoryManager:
+    """Return the process's manager, made with *policy* or changed to it, and allow it the accelerators *devices*.
 
     Args:
         policy: None for whatever the manager has, the default if there is none yet.
         devices: what other pools came with stays allowed.
+        holder: an open pool that wants this policy to stay; held weakly, and let go of by ``holders.discard``.
 
     Raises:
-        ValueError: there is one with another policy, and it manages tensors that are alive; or the policy has a limit
-            and the allocator of a device keeps none.
+        ValueError: an open pool has another policy, or tensors are spilled under another; or the policy has a limit and
+            the allocator of a device keeps none.
     """
     with _Process.lock:
-        old = _Process.manager
-        if policy is None:
-            policy = MemoryPolicy() if old is None else old.policy
-        if old is None or old.policy != policy:
-            if old is not None:
-                if _count_alive(old):
-                    gc.collect()  # those in dead cycles do not count
-                alive = _count_alive(old)
-                if alive:
-                    raise ValueError(
-                        f"memory: the process has one memory manager, and it manages {alive} tensors under "
-                        f"{old.policy}; give every pool the same policy"
-                    )
-                old.limits.lift()
-            _Process.manager = MemoryManager(policy)
-        assert _Process.manager is not None
-        _Process.manager.limits.add(list(devices))
-        return _Process.manager
+        keeper = _Process.manager
+        if keeper is None:
+            keeper = _Process.manager = MemoryManager(policy or MemoryPolicy())
+        elif policy is not None and policy != keeper.policy:
+            keeper.change_policy(policy)
+        keeper.limits.add(list(devices))
+        if holder is not None:
+            keeper.holders.add(holder)
+        return keeper

@@ -23,7 +23,7 @@ class MemoryPolicy:
             Pinned memory counts as torch takes it, rounded up to a power of two.
         spill_dir: directory for the disk tier; None: the system's directory for temporary files.
         disk_limit: as *host_limit*, for the disk tier.
-        min_bytes: smaller storages are never moved, and cost next to nothing.
+        min_bytes: smaller storages are never moved, and cost next to nothing; bytes, or text.
         wait_s: seconds to wait for memory that another running task holds and that cannot be moved.
 
     Raises:
@@ -35,18 +35,30 @@ class MemoryPolicy:
     host_limit: int | str | None = None
     spill_dir: str | Path | None = None
     disk_limit: int | str | None = None
-    min_bytes: int = 64 * 1024
+    min_bytes: int | str = 64 * 1024
     wait_s: float = 10.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.spill, (tuple, list)):
+            raise TypeError(
+                f"spill: expected a tuple of tiers in their order, such as ('host', 'disk'), got {self.spill!r}"
+            )
         unknown = [tier for tier in self.spill if tier not in TIERS]
         if unknown or len(set(self.spill)) != len(self.spill):
             raise ValueError(f"spill: expected some of {TIERS}, each at most once, got {self.spill!r}")
-        # Read now, so that a limit that cannot be read fails here.
-        _ = self.limit_bytes(1), self.host_limit_bytes, self.disk_limit_bytes
-        if self.min_bytes < 0:
-            raise ValueError(f"min_bytes: expected 0 or more, got {self.min_bytes}")
-        if self.wait_s < 0:
+        object.__setattr__(self, "spill", tuple(self.spill))
+        for name in ("host_limit", "disk_limit"):
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name}: expected more than 0 bytes; for none leave {name[:4]!r} out of spill")
+        # Read now, so that what cannot be read fails here.
+        _ = self.limit_bytes(1), self.host_limit_bytes, self.disk_limit_bytes, self.smallest_bytes
+        if self.spill_dir is not None and not isinstance(self.spill_dir, (str, Path)):
+            raise TypeError(f"spill_dir: expected a path, got {self.spill_dir!r}")
+        if self.spill_dir is not None and Path(self.spill_dir).exists() and not Path(self.spill_dir).is_dir():
+            raise ValueError(f"spill_dir: expected a directory, or where to make one, got {str(self.spill_dir)!r}")
+        if isinstance(self.wait_s, bool) or not isinstance(self.wait_s, (int, float)):
+            raise TypeError(f"wait_s: expected seconds, got {self.wait_s!r}")
+        if not self.wait_s >= 0:
             raise ValueError(f"wait_s: expected 0 or more seconds, got {self.wait_s}")
 
     def limit_bytes(self, total_bytes: int) -> int:
@@ -58,6 +70,10 @@ class MemoryPolicy:
                 raise ValueError(f"limit: expected a share above 0 and up to 1.0, or bytes, got {self.limit!r}")
             return int(self.limit * total_bytes)
         return parse_bytes(self.limit, name="limit")
+
+    @property
+    def smallest_bytes(self) -> int:
+        return 0 if self.min_bytes == 0 else parse_bytes(self.min_bytes, name="min_bytes")
 
     @property
     def host_limit_bytes(self) -> int | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -18,13 +18,13 @@ import torch
 from managed_exec.errors import DeviceMemoryError
 from managed_exec.memory import owner as ownership
 from managed_exec.memory.limits import Limits
-from managed_exec.memory.mover import Mover
+from managed_exec.memory.mover import TIERS_FULL, Mover
 from managed_exec.memory.owner import Owner
 from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.memory.pressure import Turns
 from managed_exec.memory.record import MOVING, Record, Residency
+from managed_exec.memory.report import no_room_text
 from managed_exec.memory.table import RecordTable
-from managed_exec.sizes import format_bytes
 
 T = TypeVar("T")
 _TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMG]iB)")
@@ -99,7 +99,7 @@ class Relief:
         call: Callable[[], T | NoRoom],
         no_room: NoRoom,
         operands: Sequence[Record] = (),
-        written: Sequence[Record] = (),
+        may_leave: bool = True,
     ) -> T:
         """Make room and run *call*, again until it succeeds.
 
@@ -107,7 +107,7 @@ class Relief:
             call: returns ``NoRoom``, having changed nothing, as long as it finds no room.
             no_room: what it has just returned.
             operands: what must not be spilled for it.
-            written: those of the operands that it writes to.
+            may_leave: whether the call can be made on another device, if nobody has said that it stays.
 
         Raises:
             DeviceMemoryError: there is no room and none can be made; the text lists who holds what.
@@ -119,7 +119,7 @@ class Relief:
         if self._table.is_nested() and not self._turns_of(no_room.device).is_mine:
             return self._rerun_nested(call, no_room, operands, task)
         age = _YOUNGEST if task is None else task.age
-        may_leave = not (ownership.thread.stays or written or any(record.pins for record in operands))
+        may_leave = may_leave and not (ownership.thread.stays or any(record.pins for record in operands))
         while True:
             request = _Request(no_room.device, no_room.needed_bytes, no_room.needed_bytes, operands, task, may_leave)
             # One turn at a time: two threads that each held one and wanted the other's would wait for ever.
@@ -137,7 +137,7 @@ class Relief:
         Whoever has the turn may be waiting for the outer kernel. That lets go of its operands when this one raises.
         """
         request = _Request(no_room.device, no_room.needed_bytes, no_room.needed_bytes, operands, task, False)
-        while self._spill_coldest(request):
+        while self._spill_coldest(request, set()):
             outcome = call()
             if not isinstance(outcome, NoRoom):
                 return outcome
@@ -196,8 +196,9 @@ class Relief:
         if needed_bytes > self._limits.total_bytes(device):
             reason = "that is more than the device has"
             self._send_elsewhere(request, reason)
-            raise DeviceMemoryError(self._report(device, needed_bytes, reason))
-        if self._spill_coldest(request):
+            raise DeviceMemoryError(self._no_room(request, reason))
+        unplaced: set[Record] = set()
+        if self._spill_coldest(request, unplaced):
             return True
         if vain == 0:
             # What the allocator keeps for reuse may be in the wrong pieces.
@@ -207,16 +208,18 @@ class Relief:
         if has_room and vain < _MAX_VAIN_RERUNS // 2:
             return False  # by the device's own account; whoever took it for a moment may be done
         reason = "beside the kernel's own operands nothing that is there can be moved"
-        freed = self._wait_for_others(request, for_tasks=False)
-        if not freed:
+        if unplaced:
+            reason = "no tier has room for what could be moved"
+        hope = self._wait_for_others(request, unplaced, for_tasks=False)
+        if not hope:
             self._send_elsewhere(request, reason)
-            freed = self._wait_for_others(request, for_tasks=True)
-        if freed:
-            self._spill_coldest(request)
+            hope = self._wait_for_others(request, unplaced, for_tasks=True)
+        if hope:
+            self._spill_coldest(request, unplaced)
             return True  # if another was faster, there is something else now
         if has_room and vain < _MAX_VAIN_RERUNS:
             return False
-        raise DeviceMemoryError(self._report(device, needed_bytes, reason, request.operands))
+        raise DeviceMemoryError(self._no_room(request, reason, unplaced))
 
     def _send_elsewhere(self, request: _Request, reason: str) -> None:
         """Raise if another device has room for the call, or can make it, and the call may leave."""
@@ -232,13 +235,13 @@ class Relief:
                     room[record.device] += record.n_bytes
         target = max(room, key=lambda device: room[device], default=request.device)
         if target != request.device and room[target] >= needed_bytes:
-            raise ElsewhereError(self._report(request.device, request.needed_bytes, reason, request.operands), target)
+            raise ElsewhereError(self._no_room(request, reason), target)
 
-    def _spill_coldest(self, request: _Request) -> bool:
+    def _spill_coldest(self, request: _Request, unplaced: set[Record]) -> bool:
         """Spill from the device until what is wanted is freed; return whether anything was.
 
-        What was spilled to this device from others goes first, then what finished tasks left, then what other tasks
-        have, then the task's own; each by its last use.
+        What no tier took is added to *unplaced*. What was spilled to this device from others goes first, then what
+        finished tasks left, then what other tasks have, then the task's own; each by its last use.
         """
         candidates = []
         with self._table.lock:
@@ -256,14 +259,22 @@ class Relief:
         freed = 0
         names = self._policy.spill
         for rank, _, _, record in sorted(candidates):
-            if self._mover.sink(record, names) if rank == 0 else self._mover.spill(record, names) is None:
+            if rank == 0:
+                obstacle = None if self._mover.sink(record, names) else TIERS_FULL
+            else:
+                obstacle = self._mover.spill(record, names)
+            if obstacle == TIERS_FULL:
+                unplaced.add(record)
+            elif obstacle is None:
                 freed += record.n_bytes
                 if freed >= request.wanted_bytes:
                     break
         return freed > 0
 
-    def _wait_for_others(self, request: _Request, *, for_tasks: bool) -> bool:
+    def _wait_for_others(self, request: _Request, unplaced: Collection[Record], *, for_tasks: bool) -> bool:
         """Wait until something of another kernel or task may have become movable; return whether it has.
+
+        What is *unplaced* does not count: it was movable already.
 
         Kernels in flight are waited for as long as they take.
 
@@ -278,8 +289,9 @@ class Relief:
             while True:
                 others = [r for r in self._table.live() if r.device == request.device and r not in request.operands]
                 others = [r for r in others if r.residency in _ON_DEVICE]
+                movable = [r for r in others if r not in unplaced]
                 busy = self._table.in_use()
-                if any(r.residency is Residency.RESIDENT and self._table.obstacle(r, busy) is None for r in others):
+                if any(r.residency is Residency.RESIDENT and self._table.obstacle(r, busy) is None for r in movable):
                     return True
                 waited_for = self._table.in_use_elsewhere()
                 in_flight = any(r in waited_for or r.residency in MOVING for r in others)
@@ -290,7 +302,7 @@ class Relief:
                     owners = {r.owner for r in others} - {None, request.task}
                     hope = any(owner is not None and not owner.finished for owner in owners)
                 else:  # what is neither pinned nor exported shares its memory with something in some frame
-                    hope = any(not r.pins and r.immovable is None for r in others)
+                    hope = any(not r.pins and r.immovable is None for r in movable)
                 if not in_flight and not ((hope or unregistered) and time.monotonic() < deadline):
                     return False
                 self._table.waiting += 1
@@ -299,29 +311,18 @@ class Relief:
                 finally:
                     self._table.waiting -= 1
 
-    def _report(self, device: torch.device, wanted_bytes: int, reason: str, operands: Sequence[Record] = ()) -> str:
-        """Say who holds what on *device*."""
-        held: dict[tuple[str, str], int] = {}
-        with self._table.lock:
-            for record in self._table.live():
-                if record.device == device and record.residency in _ON_DEVICE:
-                    name = "no task" if record.owner is None else record.owner.name
-                    obstacle = self._table.obstacle(record)
-                    if obstacle is None:
-                        obstacle = "an operand of the kernel" if record in operands else "movable"
-                    key = name, obstacle
-                    held[key] = held.get(key, 0) + record.n_bytes
-                elif record.residency is Residency.PEER and record.copy.bytes.device == device:
-                    key = f"spilled from {record.device}", "no tier below has room"
-                    held[key] = held.get(key, 0) + record.n_bytes
-        memory = self._limits.memory(device)
-        lines = [
-            f"no room for {format_bytes(wanted_bytes)} on {device}: {reason}.",
-            f"  {device} has {format_bytes(memory.total_bytes)}, {format_bytes(memory.free_bytes)} of it free; "
-            f"{format_bytes(memory.allocated_bytes)} are allocated, {format_bytes(sum(held.values()))} managed:",
-        ]
-        lines += [f"  {name}: {format_bytes(n_bytes)}, {why}" for (name, why), n_bytes in sorted(held.items())]
-        return "\n".join(lines)
+    def _no_room(self, request: _Request, reason: str, unplaced: Collection[Record] = ()) -> str:
+        """Say why there is no room; see ``report``."""
+        return no_room_text(
+            self._table,
+            self._limits,
+            self._policy,
+            request.device,
+            request.needed_bytes,
+            reason,
+            request.operands,
+            unplaced,
+        )
 
 
 def _rank(record: Record, task: Owner | None) -> int:

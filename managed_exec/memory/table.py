@@ -22,8 +22,8 @@ class RecordTable:
     for (LEAVING, RETURNING), a kernel ends while somebody waits for that, or a device's turn ends.
     """
 
-    def __init__(self, min_bytes: int) -> None:
-        self._min_bytes = min_bytes
+    def __init__(self) -> None:
+        self.min_bytes = 0  # smaller storages get no record
         # Reentrant: the collector may run a destructor that uses a managed tensor while this thread has the lock.
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
@@ -45,7 +45,7 @@ class RecordTable:
         if record is not None:
             return record
         n_bytes = storage.nbytes()
-        if n_bytes < self._min_bytes or n_bytes == 0:
+        if n_bytes < self.min_bytes or n_bytes == 0:
             return None
         with self.lock:
             record = self._find(address)

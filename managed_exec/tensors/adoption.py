@@ -74,4 +74,4 @@ class AdoptingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         """Return whether *tensor*, new or a view, is on a device and worth a record."""
         if tensor.is_cpu or tensor.layout is not torch.strided:
             return False
-        return tensor.untyped_storage().nbytes() >= self.manager.policy.min_bytes
+        return tensor.untyped_storage().nbytes() >= self.manager.policy.smallest_bytes

@@ -207,3 +207,5 @@ def _note_written(func: Any, written: Sequence[torch.Tensor]) -> None:
                 tensor.take_over()
             elif tensor._record is not None:
                 tensor._record.note_size()
+            else:
+                tensor._look_up(manager())  # it may have grown

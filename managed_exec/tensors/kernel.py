@@ -16,6 +16,7 @@ from managed_exec.memory.table import RecordTable
 from managed_exec.tensors.colocation import tensors_of
 from managed_exec.tensors.plain import plain_alias
 from managed_exec.tensors.schema import Facts, written_arguments
+from managed_exec.tensors.writes import call_has_written
 
 T = TypeVar("T")
 
@@ -73,6 +74,10 @@ class OperatorCall:
             if record is not None:
                 found.append(record)
         return found
+
+    def may_leave(self) -> bool:
+        """Return whether the call that this is part of can be made elsewhere: it writes to nothing, nor has it."""
+        return not self.writes and not call_has_written()
 
     def device(self) -> torch.device:
         """Where the kernel allocates: the device it is told, else that of its first operand."""

@@ -31,7 +31,7 @@ from managed_exec.tensors.handle import Handle
 from managed_exec.tensors.kernel import or_no_room
 from managed_exec.tensors.placed import PlacedTensor
 from managed_exec.tensors.plain import plain_alias, plain_copy
-from managed_exec.tensors.writes import was_written, write_count
+from managed_exec.tensors.writes import begin_call, was_written
 
 T = TypeVar("T")
 _make_subclass = torch.Tensor._make_subclass
@@ -70,7 +70,7 @@ class ManagedTensor(PlacedTensor, Handle):
                     return run_backward(func, args, kwargs or {}, _EnableTorchFunction)
             if func in _EXPORTS:
                 _export(args[0], func)
-        before = write_count()
+        before = begin_call()
         try:
             with DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs) if kwargs else func(*args)
@@ -79,6 +79,8 @@ class ManagedTensor(PlacedTensor, Handle):
             tensors = tensors_of((*args, *kwargs.values()) if kwargs else args)
             remedy = _remedy(error, args, kwargs or {}, tensors)
             if remedy is None or any(was_written(tensor, before) for tensor in tensors):
+                if isinstance(error, ElsewhereError):
+                    raise DeviceMemoryError(str(error)) from None  # nobody further up could make the call elsewhere
                 raise
         else:
             if func == _SET_DATA and isinstance(args[0], ManagedTensor):
@@ -165,7 +167,7 @@ class ManagedTensor(PlacedTensor, Handle):
         """
         record = self.record
         if record is None:
-            raise NotMovableError(f"storages below {manager().policy.min_bytes} bytes are never moved")
+            raise NotMovableError(f"storages below {manager().policy.smallest_bytes} bytes are never moved")
         manager().spill(record, tier)
         return self
 

@@ -21,6 +21,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.count = 0
+        self.count_at_call = 0  # when the last call at the function level began
         self.addresses: deque[int] = deque(maxlen=_REMEMBERED)
 
 
@@ -30,6 +31,17 @@ _thread = _Thread()
 def write_count() -> int:
     """Return how many tensors the calling thread's kernels have written to."""
     return _thread.count
+
+
+def begin_call() -> int:
+    """Note that a call at the function level begins; return ``write_count()``."""
+    _thread.count_at_call = _thread.count
+    return _thread.count
+
+
+def call_has_written() -> bool:
+    """Return whether kernels have written to anything since the last call at the function level began."""
+    return _thread.count != _thread.count_at_call
 
 
 def note_writes(tensors: Iterable[torch.Tensor]) -> None:

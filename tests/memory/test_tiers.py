@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,12 +13,14 @@ import pytest
 import torch
 from conftest import Kind, eventually
 
-from managed_exec import sim
-from managed_exec.errors import NotMovableError, TierFullError
+from managed_exec import GPUPoolExecutor, sim
+from managed_exec.errors import DeviceMemoryError, NotMovableError, TierFullError
 from managed_exec.memory.manager import MemoryManager, configure
 from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.memory.tiers import DiskTier, HostTier
 from managed_exec.tensors.managed import ManagedTensor, manage
+
+WAIT_S = 30
 
 
 def files(directory: Path) -> list[Path]:
@@ -78,7 +81,7 @@ def test_spent_budget_leaves_the_tensor_where_it_was(simulator: Kind, tmp_path: 
 def test_directory_that_cannot_be_written(simulator: Kind, tmp_path: Path) -> None:
     not_a_directory = tmp_path / "file"
     not_a_directory.write_text("")
-    configure(MemoryPolicy(min_bytes=1024, spill_dir=not_a_directory))
+    configure(MemoryPolicy(min_bytes=1024, spill_dir=not_a_directory / "below"))
     tensor = on_device(torch.arange(1000.0))
     with pytest.raises(TierFullError):
         tensor.spill("disk")
@@ -193,23 +196,96 @@ def test_killed_process_leaves_nothing_for_long(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_policy_is_checked() -> None:
-    for wrong in (
-        {"spill": ("tape",)},
-        {"spill": ("host", "host")},
-        {"host_limit": "much"},
-        {"min_bytes": -1},
-        {"wait_s": -1},
-    ):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            MemoryPolicy(**wrong)
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"spill": ("tape",)}, ValueError),
+        ({"spill": ("host", "host")}, ValueError),
+        ({"spill": "disk"}, TypeError),
+        ({"spill": {"host", "disk"}}, TypeError),
+        ({"spill": None}, TypeError),
+        ({"host_limit": "much"}, ValueError),
+        ({"host_limit": 0}, ValueError),
+        ({"min_bytes": -1}, ValueError),
+        ({"min_bytes": 1.5}, TypeError),
+        ({"min_bytes": None}, TypeError),
+        ({"wait_s": -1}, ValueError),
+        ({"wait_s": float("nan")}, ValueError),
+        ({"wait_s": "10"}, TypeError),
+        ({"spill_dir": 3}, TypeError),
+        ({"spill_dir": __file__}, ValueError),
+    ],
+    ids=repr,
+)
+def test_policy_is_checked(wrong: dict, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"{next(iter(wrong))}: expected|cannot read"):
+        MemoryPolicy(**wrong)
 
 
-def test_one_policy_a_process(small_device: MemoryManager) -> None:
+def test_sizes_as_text() -> None:
+    policy = MemoryPolicy(min_bytes="1KiB", host_limit="2MiB", limit="3GiB")
+    assert (policy.smallest_bytes, policy.host_limit_bytes, policy.limit_bytes(2**40)) == (2**10, 2**21, 3 * 2**30)
+
+
+def test_policy_changes_while_nothing_is_spilled(small_device: MemoryManager) -> None:
     kept = on_device(torch.ones(1000))
-    with pytest.raises(ValueError, match="give every pool the same policy"):
+    changed = MemoryPolicy(min_bytes=2048)
+    assert configure(changed) is small_device
+    assert small_device.policy == changed
+    kept.spill()
+    with pytest.raises(ValueError, match=r"tensors \(1 now\) are spilled under .*give every pool the same policy"):
         configure(MemoryPolicy(min_bytes=4096))
-    assert configure(small_device.policy) is small_device
-    del kept
-    assert configure(MemoryPolicy(min_bytes=4096)) is not small_device
-    sim.faults.clear()
+    assert configure(changed) is configure(None) is small_device
+    kept.unspill()
+    configure(MemoryPolicy(min_bytes=4096))
+    assert kept.tolist() == [1] * 1000
+    assert on_device(torch.ones(1000)).record is None
+
+
+def test_open_pool_keeps_its_policy(small_device: MemoryManager) -> None:
+    first, second = MemoryPolicy(spill=("disk",)), MemoryPolicy(spill=("host",))
+    with GPUPoolExecutor(1, memory=first):
+        with pytest.raises(ValueError, match=r"an open pool has it under .*shut that pool down first"):
+            GPUPoolExecutor(1, memory=second)
+        with GPUPoolExecutor(1), GPUPoolExecutor(1, memory=first):
+            assert small_device.policy == first
+    with GPUPoolExecutor(1, memory=second):
+        assert small_device.policy == second
+    dropped = GPUPoolExecutor(1, memory=first)
+    del dropped
+    assert eventually(lambda: not small_device.holders)
+    configure(second)
+
+
+@pytest.mark.parametrize(
+    "policy", [{"spill": ()}, {"spill": ("host",), "host_limit": 2**18}, {"spill": ("peer",)}], ids=repr
+)
+def test_results_that_no_tier_takes(simulator: Kind, policy: dict) -> None:
+    """The error comes, says what is full, and the pool goes on; the results are untouched."""
+    sim.enable(devices=1, memory="2MiB")
+    with GPUPoolExecutor(1, memory=MemoryPolicy(min_bytes=1024, wait_s=0.1, **policy)) as pool:
+        results = []
+        for i in range(20):
+            future = pool.submit(torch.full, (2**16,), float(i), device="cuda")
+            if future.exception(WAIT_S) is not None:
+                break
+            results.append(future.result())
+        error = future.exception()
+        assert isinstance(error, DeviceMemoryError)
+        assert "no tier has room for what could be moved" in str(error)
+        assert re.search(r"task \d: 256\.0 KiB, movable, but no tier takes it", str(error))
+        assert "What helps: a larger host_limit or disk_limit, or one more tier" in str(error)
+        assert 7 <= len(results) <= 10
+        assert [result.cpu()[0].item() for result in results] == list(range(len(results)))
+        results.clear()
+        assert pool.submit(lambda: torch.ones(2**16, device="cuda").sum().item()).result(WAIT_S) == 2**16
+    del error, future
+
+
+def test_error_names_what_is_not_managed(simulator: Kind) -> None:
+    sim.enable(devices=1, memory="2MiB")
+    with GPUPoolExecutor(1, memory=MemoryPolicy(wait_s=0.1)) as pool:
+        error = pool.submit(lambda: [torch.ones(2**13, device="cuda") for _ in range(100)]).exception(WAIT_S)
+    assert isinstance(error, DeviceMemoryError)
+    assert re.search(r"not managed \(plain tensors, and storages below min_bytes=65536\): 2\.0 MiB", str(error))
+    assert "What helps: a smaller min_bytes in MemoryPolicy" in str(error)
