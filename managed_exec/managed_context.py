@@ -20,7 +20,6 @@ from managed_exec.errors import DeviceMemoryError
 from managed_exec.inheritance import SubmitterStreams
 from managed_exec.memory import owner as ownership
 from managed_exec.memory.manager import MemoryManager
-from managed_exec.memory.manager import manager as process_manager
 from managed_exec.memory.owner import Owner, staying
 from managed_exec.memory.relief import ElsewhereError, NoRoom
 from managed_exec.tensors.adoption import AdoptingMode
@@ -40,13 +39,11 @@ class ManagedContext(DeviceContext):
 
     def __init__(self, devices: Sequence[Device], manager: MemoryManager) -> None:
         super().__init__(devices)
-        self._manager = manager  # the process's; another pool may have had it made anew since the last task
+        self._manager = manager
         self._adopting = AdoptingMode(manager)
         self._owner: Owner | None = None  # between enter and leave
 
     def enter(self, position: int, task_id: int, submitter: SubmitterStreams | None) -> None:
-        self._manager = process_manager()
-        self._adopting.manager = self._manager
         self._owner = ownership.thread.owner = Owner(f"task {task_id}", self._rebind)
         super().enter(position, task_id, submitter)
 

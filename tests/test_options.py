@@ -228,6 +228,26 @@ class TestOutOfMemory:
         assert [snapshot.running for snapshot in pool._loads.snapshots()] == [0, 0]
         assert not pool._loads._kept_for
 
+    def test_shutdown_that_cancels_leaves_what_is_to_run_again(self, simulator: Kind) -> None:
+        failed = threading.Event()
+
+        @gpu_task(on_oom="retry", retries=1, device=0)
+        def task() -> int:
+            if not failed.is_set():
+                failed.set()
+                raise torch.OutOfMemoryError("no")
+            return 1
+
+        pool = simulator.pool(max_workers=2, devices=2)
+        gate, _ = submit_gate(pool, device=0)
+        future = pool.submit(task)
+        assert failed.wait(WAIT_S)
+        assert eventually(lambda: pool._tasks._held)
+        pool.shutdown(wait=False, cancel_futures=True)
+        gate.open.set()
+        assert future.result(WAIT_S) == 1
+        pool.shutdown()
+
     def test_not_more_often_than_allowed_nor_for_other_errors(self, simulator: Kind) -> None:
         runs: list[type[Exception]] = []
 

@@ -131,13 +131,14 @@ class TaskQueue:
         """Return a task that has not started, or the None that was put.
 
         Raises:
-            queue.Empty: there is none.
+            queue.Empty: there is none. A task that is to run again has started, and stays.
         """
         with self._lock:
-            if self._held:
-                held = self._held.pop(0)
-                self._loads.keep_no_longer(held.task.need)
-                return held.task
+            for i, held in enumerate(self._held):
+                if not held.task.attempts:
+                    del self._held[i]
+                    self._loads.keep_no_longer(held.task.need)
+                    return held.task
         while True:
             token = self._tokens.get_nowait()
             if token is not _LOOK:

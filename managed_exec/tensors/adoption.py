@@ -29,7 +29,7 @@ class AdoptingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     def __init__(self, manager: MemoryManager) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's is not annotated
-        self.manager = manager
+        self._manager = manager
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -55,7 +55,7 @@ class AdoptingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             if types or facts(func).writes:
                 return ManagedTensor.dispatch(func, args, kwargs or {}, self._adopts)
             # The common case, small and plain, is worth a way of its own.
-            table = self.manager.table
+            table = self._manager.table
             table.take_off(())
             try:
                 result = func(*args, **kwargs) if kwargs else func(*args)
@@ -74,4 +74,4 @@ class AdoptingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         """Return whether *tensor*, new or a view, is on a device and worth a record."""
         if tensor.is_cpu or tensor.layout is not torch.strided:
             return False
-        return tensor.untyped_storage().nbytes() >= self.manager.policy.smallest_bytes
+        return tensor.untyped_storage().nbytes() >= self._manager.policy.smallest_bytes
