@@ -204,8 +204,7 @@ class Relief:
             # What the allocator keeps for reuse may be in the wrong pieces.
             torch.accelerator.memory.empty_cache()
             return False
-        has_room = self._limits.memory(device).free_bytes >= needed_bytes
-        if has_room and vain < _MAX_VAIN_RERUNS // 2:
+        if vain < _MAX_VAIN_RERUNS // 2 and self._has_room(request):
             return False  # by the device's own account; whoever took it for a moment may be done
         reason = "beside the kernel's own operands nothing that is there can be moved"
         if unplaced:
@@ -217,9 +216,12 @@ class Relief:
         if hope:
             self._spill_coldest(request, unplaced)
             return True  # if another was faster, there is something else now
-        if has_room and vain < _MAX_VAIN_RERUNS:
-            return False
+        if vain < _MAX_VAIN_RERUNS and self._has_room(request):
+            return False  # somebody has let go of it meanwhile
         raise DeviceMemoryError(self._no_room(request, reason, unplaced))
+
+    def _has_room(self, request: _Request) -> bool:
+        return self._limits.memory(request.device).free_bytes >= request.needed_bytes
 
     def _send_elsewhere(self, request: _Request, reason: str) -> None:
         """Raise if another device has room for the call, or can make it, and the call may leave."""

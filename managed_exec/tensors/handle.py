@@ -135,7 +135,7 @@ class Handle(torch.Tensor):
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as error:
-            if "device" not in str(error):
+            if "device" not in str(error).lower():
                 raise  # every text of torch about operands of several devices has the word
             target = meeting_device(tensors_of((*args, *kwargs.values())), records, written_tensors(func, args, kwargs))
             if target is None:

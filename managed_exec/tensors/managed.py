@@ -259,7 +259,7 @@ def _remedy(
         return lambda func: _rerun(functools.partial(_call_below, func, *args, **kwargs), no_room)
     if isinstance(error, DeviceMismatchError):
         target: torch.device | None = error.target
-    elif "device" not in str(error):
+    elif "device" not in str(error).lower():
         return None  # every text of torch about operands of several devices has the word
     else:
         target = meeting_device(tensors, [r for t in tensors if (r := _record_of_any(t)) is not None], ())

@@ -193,7 +193,7 @@ def test_program_fails_where_no_device_holds_a_patch():
     assert done.returncode == 1
     assert "ThreadPoolExecutor: out of memory" in done.stdout
     assert "relative L2 error" not in done.stdout
-    assert "OutOfMemoryError" in done.stderr
+    assert "DeviceMemoryError" in done.stderr
 
 
 @pytest.mark.parametrize("options", [("--level", "0"), ("--patches", "0"), ("--patches", "1000")])
