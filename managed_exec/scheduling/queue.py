@@ -61,15 +61,19 @@ class TaskQueue:
     def __init__(self, loads: DeviceLoads) -> None:
         self._loads = loads
         self._tokens: queue.SimpleQueue[Any] = queue.SimpleQueue()  # True for each waiting task, _LOOK, None to exit
+        # The waiting tasks of priority 0, nearly all: changed without the lock, in single steps.
+        self._plain: deque[Task] = deque()
         self._lock = threading.Lock()  # guards the fields below
-        self._levels: dict[int, deque[Task]] = {}  # the waiting tasks, by negated priority
+        self._levels: dict[int, deque[Task]] = {}  # the other waiting tasks, by negated priority
         self._order: list[int] = []  # a heap of the levels that have tasks
         self._held: list[_Held] = []  # by priority, then by age
         self._ages = itertools.count()
 
     def put(self, task: Task | None) -> None:
         """Add *task*; None has a worker look whether it should end, once it finds nothing to do before."""
-        if task is not None:
+        if task is not None and not task.options.priority:
+            self._plain.append(task)
+        elif task is not None:
             with self._lock:
                 level = self._levels.get(-task.options.priority)
                 if level is None:
@@ -98,7 +102,7 @@ class TaskQueue:
                 task = self._next_waiting()
             else:
                 task = held.task
-            if task.future.cancelled():
+            if held is not None and task.future.cancelled():
                 return Taken(task, None, None)
             position, error = self._book(task.need, last_position)
             if error is not None:
@@ -148,13 +152,20 @@ class TaskQueue:
         return self._tokens.qsize() + len(self._held)
 
     def _next_waiting(self) -> Task:
-        """Remove and return the first of the waiting tasks; a token for it was taken."""
-        with self._lock:
-            level = self._levels[self._order[0]]
-            task = level.popleft()
-            if not level:
-                del self._levels[heapq.heappop(self._order)]
-            return task
+        """Remove and return the first of the waiting tasks. A token for it was taken, so there is one to be found."""
+        while True:
+            if self._order:
+                with self._lock:
+                    if self._order and (self._order[0] < 0 or not self._plain):
+                        level = self._levels[self._order[0]]
+                        task = level.popleft()
+                        if not level:
+                            del self._levels[heapq.heappop(self._order)]
+                        return task
+            try:
+                return self._plain.popleft()
+            except IndexError:
+                continue  # another worker took it, and left the task of its own token at another level
 
     def _next_held(self) -> _Held | None:
         """Remove and return the first held task that a device would take, or that was cancelled."""
