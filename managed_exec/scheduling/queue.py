@@ -102,7 +102,7 @@ class TaskQueue:
                 task = self._next_waiting()
             else:
                 task = held.task
-            if held is not None and task.future.cancelled():
+            if task.future.cancelled():
                 return Taken(task, None, None)
             position, error = self._book(task.need, last_position)
             if error is not None:
