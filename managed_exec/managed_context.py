@@ -26,11 +26,10 @@ from managed_exec.tensors.adoption import AdoptingMode
 from managed_exec.tensors.backward import BACKWARD_CALLS
 from managed_exec.tensors.colocation import tensors_of
 from managed_exec.tensors.kernel import or_no_room
-from managed_exec.tensors.managed import ManagedTensor
+from managed_exec.tensors.managed import SET_DATA, ManagedTensor
 from managed_exec.tensors.writes import was_written, write_count
 
 _COMPATIBLE = torch._has_compatible_shallow_copy_type
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _TRANSFERS: frozenset[Any] = frozenset({torch.Tensor.to, torch.Tensor.cuda})
 
 
@@ -81,7 +80,7 @@ class ManagedContext(DeviceContext):
     ) -> Any:
         if func is _COMPATIBLE and not isinstance(args[0], ManagedTensor) and isinstance(args[1], ManagedTensor):
             return False  # or a module takes over the memory of a managed parameter, and not the handle
-        if func == _SET_DATA and isinstance(args[1], ManagedTensor) and not isinstance(args[0], ManagedTensor):
+        if func == SET_DATA and isinstance(args[1], ManagedTensor) and not isinstance(args[0], ManagedTensor):
             # The plain tensor is given the memory, which has to be there, and stays there from now on.
             with args[1].hold() as plain:
                 return func(args[0], plain)

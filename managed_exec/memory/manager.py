@@ -25,7 +25,7 @@ from managed_exec.memory.mover import NOT_RESIDENT, TIERS_FULL, Mover
 from managed_exec.memory.ordering import order_streams
 from managed_exec.memory.owner import Owner
 from managed_exec.memory.policy import MemoryPolicy
-from managed_exec.memory.record import MOVING, Record, Residency
+from managed_exec.memory.record import Record, Residency
 from managed_exec.memory.relief import NoRoom, Relief
 from managed_exec.memory.statistics import MemoryStatistics
 from managed_exec.memory.table import RecordTable
@@ -70,6 +70,15 @@ class _Touch:
 
     def device(self) -> torch.device:
         return self.records[0].device
+
+
+def _in_order(kernel: Kernel[T]) -> T:
+    """Run *kernel*, whose operands are marked and resident, after what other streams do with them."""
+    for record in kernel.records:
+        if record.in_streams:  # the first may be on the CPU and others not, as in a copy
+            order_streams(kernel.records, kernel.written())
+            break
+    return kernel()
 
 
 class MemoryManager:
@@ -141,11 +150,7 @@ class MemoryManager:
                     break
                 record.last_use = table.tick()
             else:
-                for record in records:
-                    if record.in_streams:  # the first may be on the CPU and others not, as in a copy
-                        order_streams(records, kernel.written())
-                        break
-                return kernel()
+                return _in_order(kernel)
         except DeviceMemoryError:
             raise
         except torch.OutOfMemoryError as error:
@@ -162,9 +167,7 @@ class MemoryManager:
             for record in kernel.records:
                 if not self._bring_back(record, marked):
                     return NoRoom(record.device, record.n_bytes)
-            if any(record.in_streams for record in marked):
-                order_streams(marked, kernel.written())
-            return kernel()
+            return _in_order(kernel)
         except DeviceMemoryError:
             raise
         except torch.OutOfMemoryError as error:
@@ -175,8 +178,7 @@ class MemoryManager:
     def _bring_back(self, record: Record, marked: list[Record]) -> bool:
         """Have *record* resident and in *marked*; return False, and do neither, if there is no room for it."""
         with self.table.lock:
-            while record.residency in MOVING:
-                self.table.changed.wait()
+            self.table.wait_settled(record)
             record.last_use = self.table.tick()
             if record.residency is Residency.RESIDENT:
                 marked.append(record)
@@ -196,8 +198,7 @@ class MemoryManager:
         if record.residency is Residency.RESIDENT or record.device == device:
             return None
         with self.table.lock:
-            while record.residency in MOVING:
-                self.table.changed.wait()
+            self.table.wait_settled(record)
             copy = record.copy
         if copy is None:
             return None
@@ -223,8 +224,7 @@ class MemoryManager:
         obstacle: str | None = NOT_RESIDENT
         while obstacle == NOT_RESIDENT:  # or another thread has moved it since the look
             with self.table.lock:
-                while record.residency in MOVING:
-                    self.table.changed.wait()
+                self.table.wait_settled(record)
                 where = record.residency
             if where is not Residency.RESIDENT:
                 if tier is None or where is self._mover.tiers[tier].residency:

@@ -157,11 +157,6 @@ class Mover:
             return name, copy
         return None
 
-    def begin_return(self, record: Record) -> Residency:
-        """Take a spilled *record* for this thread to bring back; return where it is. The lock is held."""
-        back_to, record.residency = record.residency, Residency.RETURNING
-        return back_to
-
     def finish_return(self, record: Record, back_to: Residency, marked: list[Record]) -> None:
         """Fill the storage of a RETURNING *record*; then it is resident, and in *marked*, a kernel's operands.
 

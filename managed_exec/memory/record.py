@@ -57,6 +57,7 @@ class Residency(enum.Enum):
 
 
 MOVING = frozenset({Residency.LEAVING, Residency.SINKING, Residency.RETURNING})
+ON_DEVICE = frozenset({Residency.RESIDENT, Residency.LEAVING, Residency.RETURNING})  # the storage has its memory
 
 
 class Record:

@@ -22,7 +22,7 @@ from managed_exec.memory.mover import TIERS_FULL, Mover
 from managed_exec.memory.owner import Owner
 from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.memory.pressure import Turns
-from managed_exec.memory.record import MOVING, Record, Residency
+from managed_exec.memory.record import MOVING, ON_DEVICE, Record, Residency
 from managed_exec.memory.report import no_room_text
 from managed_exec.memory.table import RecordTable
 
@@ -31,7 +31,6 @@ _TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMG]iB)")
 _GUESSED_BYTES = 2**20  # where the text of an error does not say what was asked for
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _YOUNGEST = 2**62  # the age of what no task asked for
-_ON_DEVICE = (Residency.RESIDENT, Residency.LEAVING, Residency.RETURNING)
 # Reruns in a row without anything spilled, while the device says that it has room. A kernel with several outputs can
 # fail at each of them in turn.
 _MAX_VAIN_RERUNS = 64
@@ -290,7 +289,7 @@ class Relief:
             landed = self._table.landed
             while True:
                 others = [r for r in self._table.live() if r.device == request.device and r not in request.operands]
-                others = [r for r in others if r.residency in _ON_DEVICE]
+                others = [r for r in others if r.residency in ON_DEVICE]
                 movable = [r for r in others if r not in unplaced]
                 busy = self._table.in_use()
                 if any(r.residency is Residency.RESIDENT and self._table.obstacle(r, busy) is None for r in movable):

@@ -9,11 +9,10 @@ import torch
 
 from managed_exec.memory.limits import Limits
 from managed_exec.memory.policy import MemoryPolicy
-from managed_exec.memory.record import Record, Residency
+from managed_exec.memory.record import ON_DEVICE, Record, Residency
 from managed_exec.memory.table import RecordTable
 from managed_exec.sizes import format_bytes
 
-_ON_DEVICE = (Residency.RESIDENT, Residency.LEAVING, Residency.RETURNING)
 _TIERS_FULL = "movable, but no tier takes it"
 _PINNED = "pinned"
 
@@ -38,7 +37,7 @@ def no_room_text(
     held: Counter[tuple[str, str]] = Counter()
     with table.lock:
         for record in table.live():
-            if record.device == device and record.residency in _ON_DEVICE:
+            if record.device == device and record.residency in ON_DEVICE:
                 name = "no task" if record.owner is None else record.owner.name
                 obstacle = table.obstacle(record)
                 if obstacle is None and record in operands:

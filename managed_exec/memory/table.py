@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 import torch
 
 from managed_exec.memory import owner as ownership
 from managed_exec.memory.owner import Owner
-from managed_exec.memory.record import Record, Residency
+from managed_exec.memory.record import MOVING, Record, Residency
 
 
 class RecordTable:
@@ -75,13 +75,12 @@ class RecordTable:
 
     def in_use(self) -> set[Record]:
         """Return the records that kernels in flight use. The lock is held."""
-        return {record for flights in self._flights for records in list(flights.records) for record in list(records)}
+        return _records_of(self._flights)
 
     def in_use_elsewhere(self) -> set[Record]:
         """Return the records that kernels of other threads in flight use. The lock is held."""
         mine = self._thread.flights
-        others = [flights for flights in self._flights if flights is not mine]
-        return {record for flights in others for records in list(flights.records) for record in list(records)}
+        return _records_of(flights for flights in self._flights if flights is not mine)
 
     def in_flight_elsewhere(self) -> bool:
         """Return whether any kernel of another thread is in flight. The lock is held."""
@@ -91,6 +90,11 @@ class RecordTable:
     def is_nested(self) -> bool:
         """Return whether the calling thread is in a kernel that uses records, whose end it must not wait for."""
         return any(self._thread.flights.records)
+
+    def wait_settled(self, record: Record) -> None:
+        """Wait until *record* is not on its way anywhere; whoever moves it says so. The lock is held."""
+        while record.residency in MOVING:
+            self.changed.wait()
 
     def tick(self) -> int:
         """Advance the clock of uses and return its reading."""
@@ -129,6 +133,11 @@ class Flights:
 
     def __init__(self) -> None:
         self.records: list[Sequence[Record]] = []  # changed by its thread alone, in single steps
+
+
+def _records_of(all_flights: Iterable[Flights]) -> set[Record]:
+    """Return the records that kernels in flight use. Their threads go on meanwhile, so the lists are copied."""
+    return {record for flights in all_flights for records in list(flights.records) for record in list(records)}
 
 
 class _Thread(threading.local):

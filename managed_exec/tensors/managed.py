@@ -49,7 +49,7 @@ _EXPORTS: frozenset[Any] = frozenset(
         torch.Tensor.__cuda_array_interface__.__get__,
     }
 )
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SPECIAL = _EXPORTS | BACKWARD_CALLS  # looked up on the way of every call
 
 
@@ -83,7 +83,7 @@ class ManagedTensor(PlacedTensor, Handle):
                     raise DeviceMemoryError(str(error)) from None  # nobody further up could make the call elsewhere
                 raise
         else:
-            if func == _SET_DATA and isinstance(args[0], ManagedTensor):
+            if func == SET_DATA and isinstance(args[0], ManagedTensor):
                 args[0].take_over()
             return result
         return remedy(func)

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import gc
 import io
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
 from conftest import Kind, eventually
+from halted import out_stream, start, stopped
 
 from managed_exec import sim
 from managed_exec.memory import mover
-from managed_exec.memory.manager import MemoryManager, configure, manager
+from managed_exec.memory.manager import MemoryManager, configure
 from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.tensors.managed import ManagedTensor, manage
 
-T = TypeVar("T")
 WAIT_S = 20
 DEVICE_BYTES = 2 * 2**20
 VALUES = torch.arange(24000.0).view(100, 240)
@@ -47,20 +44,6 @@ def files(directory: Path) -> list[Path]:
     return [path for path in directory.rglob("*") if path.is_file() and path.name != "in-use"]
 
 
-def start(fn: Callable[..., T], *args: object) -> Future[T]:
-    """Call *fn* in a thread of its own, which a hang does not keep the process alive for."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(fn(*args))
-        except BaseException as error:
-            future.set_exception(error.with_traceback(None))  # its frames hold tensors
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
 def on_device(values: torch.Tensor = VALUES, index: int = 0) -> ManagedTensor:
     return manage(values.clone()).to(f"sim:{index}")
 
@@ -79,22 +62,6 @@ def assert_values_survive(tensor: ManagedTensor, tier: str) -> None:
     sim.faults.clear()
     assert start(tensor.unspill).result(WAIT_S).residency == "device"
     assert torch.equal(tensor.cpu(), VALUES)
-
-
-@contextmanager
-def stopped(stream: torch.Stream) -> Iterator[None]:
-    """Stop all copies in *stream*, those that block their caller too: they wait for one that is queued before them."""
-    queued = torch.zeros(8, device=stream.device)
-    source = torch.zeros(8).pin_memory()
-    with sim.hold_stream(stream):
-        with stream:
-            queued.copy_(source, non_blocking=True)
-        yield
-
-
-def out_stream(index: int = 0) -> torch.Stream:
-    """Return the stream in which the manager copies from a device. Nothing public leads to it."""
-    return manager()._mover._copy_streams.get(torch.device("sim", index), "out")
 
 
 # Reads of what was spilled

@@ -6,23 +6,21 @@ comes to its end has not waited for it.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, TypeVar
 
 import pytest
 import torch
 from conftest import Kind, eventually
+from halted import out_stream, start, stopped
 
 from managed_exec import sim
-from managed_exec.memory.manager import MemoryManager, configure, manager
+from managed_exec.memory.manager import MemoryManager, configure
 from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.memory.record import Residency
 from managed_exec.tensors.managed import ManagedTensor, manage
 
-T = TypeVar("T")
 WAIT_S = 30
 DEVICE_BYTES = 2 * 2**20
 ELEMENTS = 2**16  # of most tensors here: an eighth of a device
@@ -35,38 +33,8 @@ def devices(simulator: Kind) -> MemoryManager:
     return configure(MemoryPolicy(min_bytes=1024, wait_s=WAIT_S))
 
 
-def start(fn: Callable[..., T], *args: object) -> Future[T]:
-    """Call *fn* in a thread of its own."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(fn(*args))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
 def on_device(value: float, index: int = 0, elements: int = ELEMENTS) -> ManagedTensor:
     return manage(torch.full((elements,), value)).to(f"sim:{index}")
-
-
-def out_stream(index: int = 0) -> torch.Stream:
-    """Return the stream in which the manager copies from a device. Nothing public leads to it."""
-    return manager()._mover._copy_streams.get(torch.device("sim", index), "out")
-
-
-@contextmanager
-def stopped(stream: torch.Stream) -> Iterator[None]:
-    """Stop all copies in *stream*, those that block their caller too: they wait for one that is queued before them."""
-    queued = torch.zeros(8, device=stream.device)
-    source = torch.zeros(8).pin_memory()
-    with sim.hold_stream(stream):
-        with stream:
-            queued.copy_(source, non_blocking=True)
-        yield
 
 
 @contextmanager
