@@ -43,7 +43,10 @@ class ManagedContext(DeviceContext):
         self._owner: Owner | None = None  # between enter and leave
 
     def enter(self, position: int, task_id: int, submitter: SubmitterStreams | None) -> None:
-        self._owner = ownership.thread.owner = Owner(f"task {task_id}", self._rebind)
+        owner = self._owner = ownership.thread.owner = Owner(
+            f"task {task_id}", self._bindings[position][0], self._rebind
+        )
+        self._manager.table.running.add(owner)
         super().enter(position, task_id, submitter)
 
     def leave(self) -> None:
@@ -54,6 +57,7 @@ class ManagedContext(DeviceContext):
             if self._owner is not None:
                 self._owner.finished = True  # what it leaves behind is spilled first
                 self._owner.on_migration = None
+                self._manager.table.running.discard(self._owner)
                 self._owner = None
 
     def _needs_mode(self, device: torch.device) -> bool:
@@ -67,6 +71,8 @@ class ManagedContext(DeviceContext):
         before = self.stream
         self.position, self.device = position, target
         current_devices.thread.device = target
+        if self._owner is not None:
+            self._owner.device = target
         self._enter_stream(position, None)
         if before is not None and self.stream is not None:
             self.stream.wait_stream(before)

@@ -16,11 +16,14 @@ _ages = itertools.count()
 class Owner:
     """A task, as the memory manager sees it. Older owners have smaller ages."""
 
-    __slots__ = ("__weakref__", "age", "finished", "migrated", "moved_bytes", "name", "on_migration")
+    __slots__ = ("__weakref__", "age", "device", "finished", "migrated", "moved_bytes", "name", "on_migration")
 
-    def __init__(self, name: str, on_migration: Callable[[torch.device], None] | None = None) -> None:
+    def __init__(
+        self, name: str, device: torch.device, on_migration: Callable[[torch.device], None] | None = None
+    ) -> None:
         self.age = next(_ages)
         self.name = name
+        self.device = device  # that the task is bound to now
         self.on_migration = on_migration  # told where a call of the task was made that its own device had no room for
         self.finished = False  # a finished owner's storages are the first to be spilled
         self.moved_bytes: Counter[str] = Counter()  # "spilled host" and so on; guarded by the table's lock

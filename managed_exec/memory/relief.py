@@ -273,7 +273,7 @@ class Relief:
         return freed > 0
 
     def _wait_for_others(self, request: _Request, unplaced: Collection[Record], *, for_tasks: bool) -> bool:
-        """Wait until something of another kernel or task may have become movable; return whether it has.
+        """Wait until something of another kernel or task may have become movable, or is gone; return whether it has.
 
         What is *unplaced* does not count: it was movable already.
 
@@ -281,10 +281,12 @@ class Relief:
 
         Args:
             for_tasks: whether to wait, at most ``wait_s``, for what other running tasks hold on to and cannot be moved
-                (they may be waiting for this one); else for a moment, for references that are just going.
+                (they may be waiting for this one), their plain tensors included; else for a moment, for references that
+                are just going.
         """
         wait_s = self._policy.wait_s if for_tasks else min(_GRACE_S, self._policy.wait_s)
         deadline = time.monotonic() + wait_s
+        free_bytes = self._limits.memory(request.device).free_bytes
         with self._table.lock:
             landed = self._table.landed
             while True:
@@ -300,10 +302,12 @@ class Relief:
                 if not in_flight and not unregistered and landed != self._table.landed:
                     return True  # what was in flight is down, and what it made may have gone already
                 if for_tasks:
-                    owners = {r.owner for r in others} - {None, request.task}
-                    hope = any(owner is not None and not owner.finished for owner in owners)
+                    hope = self._others_hold(request, others)
                 else:  # what is neither pinned nor exported shares its memory with something in some frame
                     hope = any(not r.pins and r.immovable is None for r in movable)
+                memory = self._limits.memory(request.device)
+                if memory.free_bytes > free_bytes and memory.free_bytes >= request.needed_bytes:
+                    return True
                 if not in_flight and not ((hope or unregistered) and time.monotonic() < deadline):
                     return False
                 self._table.waiting += 1
@@ -311,6 +315,22 @@ class Relief:
                     self._table.changed.wait(_LOOK_AGAIN_S)
                 finally:
                     self._table.waiting -= 1
+
+    def _others_hold(self, request: _Request, others: Collection[Record]) -> bool:
+        """Return whether running tasks other than the request's may hold memory of its device. The lock is held.
+
+        Args:
+            others: the records on the device but for the operands.
+        """
+        if any(r.owner is not request.task and r.owner is not None and not r.owner.finished for r in others):
+            return True
+        # Nobody is told whose the plain tensors are.
+        running = [owner for owner in list(self._table.running) if owner is not request.task]
+        if not any(owner.device == request.device for owner in running):
+            return False
+        on_device = [r for r in self._table.live() if r.device == request.device and r.residency in ON_DEVICE]
+        managed_bytes = sum(record.n_bytes for record in on_device)
+        return self._limits.memory(request.device).allocated_bytes > managed_bytes
 
     def _no_room(self, request: _Request, reason: str, unplaced: Collection[Record] = ()) -> str:
         """Say why there is no room; see ``report``."""

@@ -31,6 +31,8 @@ class RecordTable:
         # Kernels that have ended. Counted without the lock: of two that end at once one may go uncounted, which does
         # not matter to whoever looks whether any has.
         self.landed = 0
+        # Tasks that run now. Each adds and removes its own, in single steps, so no lock is taken.
+        self.running: set[Owner] = set()
         self._clock = itertools.count(1)
         self._flights: weakref.WeakSet[Flights] = weakref.WeakSet()  # one a thread; guarded by the lock
         self._thread = _Thread(self.lock, self._flights)

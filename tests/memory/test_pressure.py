@@ -122,13 +122,16 @@ def test_error_says_who_holds_what(small_device: MemoryManager) -> None:
         assert executor.submit(lambda: torch.ones(HALF, device="cuda").sum().item()).result(WAIT_S) == HALF
 
 
-def test_memory_of_a_running_task_is_waited_for(small_device: MemoryManager) -> None:
+@pytest.mark.parametrize("what", ["managed", "plain"])
+def test_memory_of_a_running_task_is_waited_for(small_device: MemoryManager, what: str) -> None:
     """What another task holds and cannot be moved is waited for, and used once that task lets go."""
     held, done = threading.Event(), threading.Event()
 
     def holder() -> None:
         tensor = torch.ones(HALF + HALF // 2, device="cuda")
         with tensor.hold() as plain:
+            if what == "plain":
+                del tensor  # of what is left nothing is known but the bytes
             held.set()
             done.wait(WAIT_S)
             plain.sum()
