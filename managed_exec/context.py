@@ -126,7 +126,7 @@ class DeviceContext(TorchFunctionMode):
         """
         _thread.context = None
         current_devices.thread.device = None
-        current = self._baseline.current_streams()
+        current = self._baseline.current_streams() if self.shares_results else ()
         try:
             if self.stream is not None:
                 self._synchronize(self.stream, current)

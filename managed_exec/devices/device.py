@@ -108,7 +108,7 @@ class AcceleratorDevice:
         return torch.Stream(self.torch_device)
 
     def current_stream(self) -> torch.Stream:
-        return current_stream(self.torch_device)
+        return _accelerator_getStream(self._index)
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self._index)

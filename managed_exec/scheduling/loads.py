@@ -48,9 +48,10 @@ class DeviceLoads:
         self._reserved = [0] * len(devices)  # bytes, by position
         # By position, the need that a device takes no other tasks for: one that waits for it, or runs there alone.
         self._kept_for: dict[int, Need] = {}
-        # The state of each device, by position: replaced when a task is booked or ends there, or a sample comes. So a
-        # booking makes one record, however many devices there are.
+        # The state of each device, by position, but for the tasks and reservations that have changed since: these are
+        # filled in when a choice needs them. Whether any have is said by ``_changed``.
         self._snapshots = [DeviceSnapshot(device.torch_device, i, 0) for i, device in enumerate(devices)]
+        self._changed: set[int] = set()  # positions
         self._placed = 0  # bookings ever made among several devices; also the version of the state a choice was made by
         self._used: set[int] = set()  # positions ever booked
         self.on_busy: Callable[[], None] | None = None  # called, without the lock, when a first task starts
@@ -58,7 +59,7 @@ class DeviceLoads:
     def snapshots(self) -> list[DeviceSnapshot]:
         """Return the state of every device, in the pool's order."""
         with self._lock:
-            return list(self._snapshots)
+            return list(self._current_snapshots())
 
     def was_used(self, position: int) -> bool:
         """Return whether a task was ever booked on the device at *position*."""
@@ -98,11 +99,13 @@ class DeviceLoads:
         Raises:
             PlacementError: the placement raised, or did not return the position of a device it was offered.
         """
-        self._know_capacities(need)
+        if need is not ANY:
+            self._know_capacities(need)
         if self._trusted:
             with self._lock:
                 if len(self._running) == 1 and need is ANY and not self._kept_for:  # nothing to choose
-                    self._set_running(0, self._running[0] + 1)
+                    self._running[0] += 1
+                    self._changed.add(0)
                     return 0
                 candidates = self._candidates(need)
                 if not candidates:
@@ -121,10 +124,12 @@ class DeviceLoads:
     def give_back(self, position: int, need: Need = ANY) -> None:
         """Undo one ``book`` of *position*."""
         with self._lock:
-            self._reserved[position] -= need.n_bytes
-            self._set_running(position, self._running[position] - 1)
-            if need.alone:
-                self._forget_kept(need)
+            self._running[position] -= 1
+            self._changed.add(position)
+            if need is not ANY:
+                self._reserved[position] -= need.n_bytes
+                if need.alone:
+                    self._forget_kept(need)
 
     def keep_for(self, need: Need) -> None:
         """Let no other tasks start on the device that will soonest have room for *need*, until it is booked."""
@@ -148,8 +153,9 @@ class DeviceLoads:
                 return False
             self._reserved[position] -= need.n_bytes
             self._reserved[to_position] += need.n_bytes
-            self._set_running(position, self._running[position] - 1)
-            self._set_running(to_position, self._running[to_position] + 1)
+            self._running[position] -= 1
+            self._running[to_position] += 1
+            self._changed |= {position, to_position}
             self._used.add(to_position)
             return True
 
@@ -182,9 +188,9 @@ class DeviceLoads:
         """Return the devices that take one more task with this *need*. The lock is held."""
         if need is ANY and not self._kept_for:
             if self._tasks_per_device is None:
-                return list(self._snapshots)
-            return [snapshot for snapshot in self._snapshots if snapshot.running < self._tasks_per_device]
-        return [snapshot for i, snapshot in enumerate(self._snapshots) if self._takes(i, need)]
+                return list(self._current_snapshots())
+            return [snapshot for snapshot in self._current_snapshots() if snapshot.running < self._tasks_per_device]
+        return [snapshot for i, snapshot in enumerate(self._current_snapshots()) if self._takes(i, need)]
 
     def _takes(self, position: int, need: Need) -> bool:
         """Return whether the device at *position* takes one more task with this *need*. The lock is held."""
@@ -212,23 +218,32 @@ class DeviceLoads:
         """Return what the device has. The lock is held, and the answer known, if *need* is for any bytes."""
         return self._capacity_bytes(position) if need.n_bytes else 0
 
-    def _set_running(self, position: int, running: int) -> None:
-        """Note how many tasks run on the device at *position*. The lock is held."""
-        self._running[position] = running
-        device, _, _, free_bytes, total_bytes, utilization, _ = self._snapshots[position]
-        self._snapshots[position] = DeviceSnapshot(
-            device, position, running, free_bytes, total_bytes, utilization, self._reserved[position]
-        )
+    def _current_snapshots(self) -> list[DeviceSnapshot]:
+        """Return the state of every device, the list itself. The lock is held."""
+        while self._changed:
+            position = self._changed.pop()
+            device, _, _, free_bytes, total_bytes, utilization, _ = self._snapshots[position]
+            self._snapshots[position] = DeviceSnapshot(
+                device,
+                position,
+                self._running[position],
+                free_bytes,
+                total_bytes,
+                utilization,
+                self._reserved[position],
+            )
+        return self._snapshots
 
     def _note_booking(self, position: int, need: Need) -> bool:
         """Count one more task on *position*; return whether it is the only one. The lock is held."""
         first = not any(self._running)
-        self._reserved[position] += need.n_bytes
-        if self._kept_for:
+        if need is not ANY:
+            self._reserved[position] += need.n_bytes
             self._forget_kept(need)
-        if need.alone:
-            self._kept_for[position] = need
-        self._set_running(position, self._running[position] + 1)
+            if need.alone:
+                self._kept_for[position] = need
+        self._running[position] += 1
+        self._changed.add(position)
         self._placed += 1
         self._used.add(position)
         return first

@@ -21,9 +21,10 @@ import queue
 import threading
 from bisect import insort
 from collections import deque
-from typing import Any, NamedTuple
+from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED
+from typing import Any, TypeAlias
 
-from managed_exec.options import ANY, Need
+from managed_exec.options import ANY
 from managed_exec.scheduling.loads import DeviceLoads
 from managed_exec.task import Task
 
@@ -31,6 +32,7 @@ from managed_exec.task import Task
 MAX_PASSED = 16
 
 _LOOK = object()  # a token that stands for no task
+_CANCELLED = (CANCELLED, CANCELLED_AND_NOTIFIED)  # states of a future
 
 
 class _Held:
@@ -47,12 +49,9 @@ class _Held:
         return self.order < other.order
 
 
-class Taken(NamedTuple):
-    """A task that a worker has taken."""
-
-    task: Task
-    position: int | None  # of the device that it is booked on; None if it was cancelled, or the placement failed
-    error: BaseException | None  # of the placement
+# A task that a worker has taken; the position of the device that it is booked on, None if it was cancelled or the
+# placement failed; what the placement raised.
+Taken: TypeAlias = "tuple[Task, int | None, BaseException | None]"
 
 
 class TaskQueue:
@@ -92,7 +91,7 @@ class TaskQueue:
     def take(self, last_position: int | None) -> Taken | None:
         """Return the next task, booked on a device; wait for one. None: the worker should look whether to end."""
         while True:
-            held = self._next_held()
+            held = self._next_held() if self._held else None
             if held is None:
                 token = self._tokens.get()
                 if token is None:
@@ -102,29 +101,24 @@ class TaskQueue:
                 task = self._next_waiting()
             else:
                 task = held.task
-            if task.future.cancelled():
-                return Taken(task, None, None)
-            position, error = self._book(task.need, last_position)
-            if error is not None:
+            # Read without its lock: a future that is cancelled after this look will not let the task start.
+            if task.future._state in _CANCELLED:
+                return task, None, None
+            try:
+                position = self._loads.book(last_position, task.need)
+            except BaseException as error:  # noqa: BLE001 whatever the placement raises is the task's
                 try:
-                    return Taken(task, None, error)
+                    return task, None, error
                 finally:
                     del error, task, held  # the traceback of the error refers to this frame
             if position is not None:
                 if self._held:
                     self._note_start(position)
-                return Taken(task, position, None)
+                return task, position, None
             # Held before the next look: a task that ends meanwhile finds it, or has made the room that look finds.
             with self._lock:
                 insort(self._held, held or _Held(task, next(self._ages)))
             del task, held
-
-    def _book(self, need: Need, last_position: int | None) -> tuple[int | None, BaseException | None]:
-        """Book a device; a failure of the placement belongs to the task, and so is returned."""
-        try:
-            return self._loads.book(last_position, need), None
-        except BaseException as error:  # noqa: BLE001 whatever it is
-            return None, error
 
     def look_again(self) -> None:
         """Have the held tasks looked at again: a task has ended, and the calling worker is about to take one itself."""
@@ -169,8 +163,6 @@ class TaskQueue:
 
     def _next_held(self) -> _Held | None:
         """Remove and return the first held task that a device would take, or that was cancelled."""
-        if not self._held:
-            return None
         with self._lock:
             for i, held in enumerate(self._held):
                 cancelled = held.task.future.cancelled()
