@@ -140,6 +140,17 @@ class MemoryManager:
             )
         return outcome
 
+    def are_ready(self, records: Sequence[Record]) -> bool:
+        """Return whether *records*, which a kernel in flight reads, are resident; have its stream wait for writers."""
+        table = self.table
+        for record in records:
+            if record.residency is not Residency.RESIDENT:
+                return False
+            record.last_use = table.tick()
+            if record.in_streams and record.writer != current_stream(record.device):
+                order_streams((record,), ())
+        return True
+
     def _run_once(self, kernel: Kernel[T]) -> T | NoRoom:
         table = self.table
         records = kernel.records

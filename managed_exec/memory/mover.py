@@ -85,7 +85,7 @@ class Mover:
                 obstacle = TIERS_FULL if copied is None else self._table.obstacle(record)
                 if copied is not None and obstacle is None:
                     free_storage(record)
-                    record.writer, record.readers = None, set()
+                    record.writer, record.readers = None, frozenset()
                     self._keep(record, *copied)
                     moved = True
         except BaseException as error:

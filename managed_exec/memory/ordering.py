@@ -33,6 +33,6 @@ def _order(record: Record, stream: torch.Stream, writes: bool) -> None:
     if writes:
         for reader in record.readers - {stream}:
             stream.wait_stream(reader)
-        record.writer, record.readers = stream, set()
+        record.writer, record.readers = stream, frozenset()
     elif record.writer != stream:
-        record.readers.add(stream)
+        record.readers |= {stream}

@@ -72,6 +72,8 @@ class Record:
     release_copy: Any = None  # the finalizer that drops the copy if the record dies first
     # Streams of the device: that of the last kernel that wrote, and those of kernels that have read since.
     writer: torch.Stream | None = None
+    readers: frozenset[torch.Stream] = frozenset()
+    in_streams = False  # whether its kernels run asynchronously, in streams
 
     def __init__(self, storage: torch.UntypedStorage, n_bytes: int, owner: Owner | None) -> None:
         self.storage = storage
@@ -80,9 +82,8 @@ class Record:
         # Every handle refers to this object and nobody else does, so that its reference count counts them.
         self.alive = object()
         self.owner = owner
-        self.readers: set[torch.Stream] = set()
-        self.in_streams = self.device.type != "cpu"  # whether its kernels run asynchronously, in streams
-        if self.in_streams:
+        if self.device.type != "cpu":
+            self.in_streams = True
             # A new storage was most likely written, or is being written, by a kernel of the current stream.
             self.writer = current_stream(self.device)
 

@@ -36,7 +36,7 @@ class RecordTable:
         self._clock = itertools.count(1)
         self._flights: weakref.WeakSet[Flights] = weakref.WeakSet()  # one a thread; guarded by the lock
         self._thread = _Thread(self.lock, self._flights)
-        # By the storage's address; entries go with their record. Changed without the lock by the record's death alone.
+        # By the storage's address; entries go with their record. Changed in single steps, without the lock.
         self._records: dict[int, weakref.ref[Record]] = {}
         self._forget = _forgetter(self._records)
 
@@ -49,12 +49,15 @@ class RecordTable:
         n_bytes = storage.nbytes()
         if n_bytes < self.min_bytes or n_bytes == 0:
             return None
-        with self.lock:
-            record = self._find(address)
-            if record is None:
-                record = Record(storage, n_bytes, owner or ownership.thread.owner)
-                record.last_use = next(self._clock)
-                self._records[address] = weakref.ref(record, partial(self._forget, address))
+        record = Record(storage, n_bytes, owner or ownership.thread.owner)
+        record.last_use = next(self._clock)
+        reference = weakref.ref(record, partial(self._forget, address))
+        # One step, so of two threads that come with the same storage one finds the other's.
+        while (entry := self._records.setdefault(address, reference)) is not reference:
+            found = entry()
+            if found is not None:
+                return found
+            self._forget(address, entry)
         return record
 
     # -- kernels in flight ------------------------------------------------------------------------------------------

@@ -15,7 +15,9 @@ from torch._C import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
     _DisableTorchDispatch,
+    _is_torch_function_enabled,
     _len_torch_dispatch_stack,
+    _len_torch_function_stack,
 )
 
 from managed_exec.memory.manager import MemoryManager, manager
@@ -85,8 +87,10 @@ class Handle(torch.Tensor):
         if len(types) > 1 and any(map(is_foreign, types)):
             return NotImplemented  # theirs knows what to do with what is inside
         # Below autograd there is no function level, whoever has switched it on above (see tensors.backward).
-        with DisableTorchFunction():
-            return cls.dispatch(func, args, kwargs or {})
+        if _len_torch_function_stack() or _is_torch_function_enabled():
+            with DisableTorchFunction():
+                return cls.dispatch(func, args, kwargs or {})
+        return cls.dispatch(func, args, kwargs or {})
 
     @classmethod
     def dispatch(
@@ -131,6 +135,18 @@ class Handle(torch.Tensor):
             return result if _len_torch_dispatch_stack() else cls._wrap(result, keeper, owner, adopts, written)
 
         try:
+            if about.is_functional and not _len_torch_dispatch_stack():
+                # The common case, in short; what it cannot do changes nothing, and is left to the manager.
+                keeper.table.take_off(records)
+                try:
+                    if keeper.are_ready(records):
+                        with _DisableTorchDispatch():
+                            result = func(*args, **kwargs)
+                        return cls._wrap(result, keeper, owner, adopts, ())
+                except torch.OutOfMemoryError:
+                    pass
+                finally:
+                    keeper.table.land()
             return keeper.run(OperatorCall(func, args, kwargs, records, about, adopt))
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise

@@ -45,7 +45,7 @@ class OperatorCall:
         self.args = args
         self.kwargs = kwargs
         self.records = records
-        self.writes, self.may_run_python = about
+        self.writes, self.may_run_python, _ = about
         self.adopt = adopt
 
     def __call__(self) -> Any:

@@ -50,7 +50,7 @@ _EXPORTS: frozenset[Any] = frozenset(
     }
 )
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_SPECIAL = _EXPORTS | BACKWARD_CALLS  # looked up on the way of every call
+_SPECIAL = _EXPORTS | BACKWARD_CALLS | {SET_DATA}  # looked up on the way of every call
 
 
 class ManagedTensor(PlacedTensor, Handle):
@@ -64,7 +64,8 @@ class ManagedTensor(PlacedTensor, Handle):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in _SPECIAL:
+        is_special = func in _SPECIAL
+        if is_special:
             if func in BACKWARD_CALLS:
                 with DisableTorchFunctionSubclass(), staying():
                     return run_backward(func, args, kwargs or {}, _EnableTorchFunction)
@@ -83,7 +84,7 @@ class ManagedTensor(PlacedTensor, Handle):
                     raise DeviceMemoryError(str(error)) from None  # nobody further up could make the call elsewhere
                 raise
         else:
-            if func == SET_DATA and isinstance(args[0], ManagedTensor):
+            if is_special and func == SET_DATA and isinstance(args[0], ManagedTensor):
                 args[0].take_over()
             return result
         return remedy(func)

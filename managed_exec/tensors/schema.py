@@ -37,9 +37,11 @@ class Facts(NamedTuple):
 
     writes: bool  # whether it writes to any argument
     may_run_python: bool  # whether its kernel may be a Python function, which may use other tensors
+    is_functional: bool  # neither
 
 
 @functools.cache
 def facts(func: Any) -> Facts:
     """Return the facts about the operator *func*."""
-    return Facts(bool(written_arguments(func)), func.namespace not in _NAMESPACES_OF_TORCH)
+    writes, may_run_python = bool(written_arguments(func)), func.namespace not in _NAMESPACES_OF_TORCH
+    return Facts(writes, may_run_python, not (writes or may_run_python))
