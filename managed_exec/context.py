@@ -194,18 +194,13 @@ class DeviceContext(TorchFunctionMode):
                 kwargs = {**kwargs, "device": target}
         return func(*args, **kwargs)
 
-    def _resolve(self, device: Any) -> Any:
+    @staticmethod
+    def _resolve(device: Any) -> Any:
         """Return what *device* means in the task: its own for a bare ``"cuda"``, the one of that index otherwise."""
         if isinstance(device, str):
-            if not device.startswith("cuda"):
-                return device
-            device = torch.device(device)
-        if not isinstance(device, torch.device) or device.type != "cuda":
-            return device
-        if device.index is None:
-            return self.device
-        # There is no numbered device on the CPU, and torch says so better than an index silently dropped would.
-        return device if self.device.type == "cpu" else torch.device(self.device.type, device.index)
+            return current_devices.resolve_cuda(device) if device.startswith("cuda") else device
+        is_cuda = isinstance(device, torch.device) and device.type == "cuda"
+        return current_devices.resolve_cuda(device) if is_cuda else device
 
     def _call_to(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
         """Call ``Tensor.to`` or ``Tensor.cuda`` with its device resolved."""

@@ -112,12 +112,13 @@ class ManagedContext(DeviceContext):
         except ElsewhereError as error:
             target = error.target
         self._manager.relief.note_migration(target)  # the task follows, if it can
-        home, self.device = self.device, target
+        home = self.device
+        self.device = current_devices.thread.device = target
         try:
             with staying():
                 return self._call(call, operands, wanted)
         finally:
-            self.device = home
+            self.device = current_devices.thread.device = home
 
     def _call(self, call: Callable[[], Any], operands: Sequence[torch.Tensor], wanted: Any) -> Any:
         """Make a call with what it creates adopted; again if it finds no room in a place no dispatch level sees."""

@@ -110,16 +110,11 @@ class Handle(torch.Tensor):
             args = _read_elsewhere(func, args, kwargs, keeper)
         records: list[Record] = []
         for value in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(value, Handle):
-                record = value._record if value._known else value._look_up(keeper)
-                if record is not None and record not in records:
-                    records.append(record)
-            elif isinstance(value, (list, tuple)):
-                for element in value:
-                    if isinstance(element, Handle):
-                        record = element._record if element._known else element._look_up(keeper)
-                        if record is not None and record not in records:
-                            records.append(record)
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, Handle):
+                    record = tensor._record if tensor._known else tensor._look_up(keeper)
+                    if record is not None and record not in records:
+                        records.append(record)
         owner = records[0].owner if records else None
         if func is _DETACH:
             records = []  # it looks at no byte, so nothing has to be there
