@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("memory",),
     ("devices",),
     ("sim",),
-    ("errors", "sizes"),
+    ("errors", "events", "sizes"),
 )
 LEVELS = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 

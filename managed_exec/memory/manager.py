@@ -20,6 +20,7 @@ import torch
 
 from managed_exec.devices import current_stream
 from managed_exec.errors import DeviceMemoryError, NotMovableError, TierFullError
+from managed_exec.events import Hooks
 from managed_exec.memory.limits import Limits
 from managed_exec.memory.mover import NOT_RESIDENT, TIERS_FULL, Mover
 from managed_exec.memory.ordering import order_streams
@@ -88,14 +89,15 @@ class MemoryManager:
         self.table = RecordTable()
         self.limits = Limits()
         self.holders: weakref.WeakSet[object] = weakref.WeakSet()  # open pools that insist on the policy
+        self.hooks = Hooks()  # are told of every move, of whatever task
         self._take_policy(policy)
 
     def _take_policy(self, policy: MemoryPolicy) -> None:
         self.policy = policy
         self.table.min_bytes = policy.smallest_bytes
         self.limits.policy = policy
-        self._mover = Mover(self.table, policy, self.limits)
-        self.relief = Relief(self.table, self._mover, policy, self.limits)
+        self._mover = Mover(self.table, policy, self.limits, self.hooks)
+        self.relief = Relief(self.table, self._mover, policy, self.limits, self.hooks)
 
     def change_policy(self, policy: MemoryPolicy) -> None:
         """Go on with *policy*, and with statistics from the beginning.

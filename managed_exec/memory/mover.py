@@ -14,15 +14,18 @@ L. The storage is emptied only after its copy is complete, and a copy dropped on
 from __future__ import annotations
 
 import logging
+import time
 import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 import torch
 
 from managed_exec.devices import current_stream
 from managed_exec.errors import TensorLostError, TierFullError
+from managed_exec.events import Hooks, TensorMoved
 from managed_exec.memory.limits import Limits
 from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.memory.record import Record, Residency
@@ -47,8 +50,9 @@ TIERS_FULL = "no tier has room"
 class Mover:
     """Moves records between their devices and the tiers."""
 
-    def __init__(self, table: RecordTable, policy: MemoryPolicy, limits: Limits) -> None:
+    def __init__(self, table: RecordTable, policy: MemoryPolicy, limits: Limits, hooks: Hooks) -> None:
         self._table = table
+        self._hooks = hooks
         self.tiers: dict[str, Tier] = {
             "peer": PeerTier(limits),
             "host": HostTier(policy.host_limit_bytes),
@@ -77,6 +81,7 @@ class Mover:
                 return obstacle
         copied: tuple[str, Copy] | None = None
         moved = False
+        started_s = time.perf_counter()
         try:
             after = (record.writer, *record.readers)
             copied = self._copied(record, whole(record.storage), after, names)
@@ -97,6 +102,8 @@ class Mover:
                     self._settle(record, Residency.RESIDENT)
                 if copied is not None:
                     self.tiers[copied[0]].release(copied[1])
+        if moved and copied is not None:
+            self._tell("spilled", record, copied[0], started_s)
         return obstacle
 
     def sink(self, record: Record, names: Sequence[str]) -> bool:
@@ -107,6 +114,7 @@ class Mover:
             record.residency = Residency.SINKING
         copied: tuple[str, Copy] | None = None
         released: Callable[[], object] | None = None
+        started_s = time.perf_counter()
         try:
             copied = self._copied(record, record.copy.bytes, (), [name for name in names if name != "peer"])
         finally:
@@ -118,7 +126,16 @@ class Mover:
                     self._keep(record, *copied)
         if released is not None:
             released()
-        return released is not None
+        if copied is not None:
+            self._tell("spilled", record, copied[0], started_s)
+        return copied is not None
+
+    def _tell(self, what: Literal["spilled", "unspilled"], record: Record, tier: str, started_s: float) -> None:
+        if self._hooks:
+            task = None if record.owner is None else record.owner.name
+            self._hooks.emit(
+                TensorMoved(what, record.device, tier, record.n_bytes, task, started_s, time.perf_counter())
+            )
 
     def _settle(self, record: Record, residency: Residency) -> None:
         """Set the state of *record*, whose move is over. The lock is held."""
@@ -166,6 +183,7 @@ class Mover:
         """
         filled = False
         release = None
+        started_s = time.perf_counter()
         try:
             _fill(record, back_to)
             filled = True
@@ -187,6 +205,7 @@ class Mover:
                 self._settle(record, Residency.RESIDENT if filled else back_to)
         if release is not None:
             release()
+        self._tell("unspilled", record, back_to.value, started_s)
 
 
 def _fill(record: Record, back_to: Residency) -> None:

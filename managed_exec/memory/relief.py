@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from managed_exec.errors import DeviceMemoryError
+from managed_exec.events import CallMigrated, Hooks
 from managed_exec.memory import owner as ownership
 from managed_exec.memory.limits import Limits
 from managed_exec.memory.mover import TIERS_FULL, Mover
@@ -84,8 +85,9 @@ class _Request(NamedTuple):
 class Relief:
     """Makes room on all devices of the process."""
 
-    def __init__(self, table: RecordTable, mover: Mover, policy: MemoryPolicy, limits: Limits) -> None:
+    def __init__(self, table: RecordTable, mover: Mover, policy: MemoryPolicy, limits: Limits, hooks: Hooks) -> None:
         self._table = table
+        self._hooks = hooks
         self._mover = mover
         self._policy = policy
         self._limits = limits
@@ -159,6 +161,8 @@ class Relief:
                 owner.migrated += 1
         if owner is not None and owner.on_migration is not None:
             owner.on_migration(target)
+        if self._hooks:
+            self._hooks.emit(CallMigrated(None if owner is None else owner.name, target, time.perf_counter()))
 
     def _rerun_on(self, call: Callable[[], T | NoRoom], request: _Request) -> T | NoRoom:
         """Make room on a device until *call* succeeds or finds no room on another one. The turn is held."""

@@ -1,0 +1,122 @@
+"""What a pool and the memory manager tell to hooks: frozen records, made only where somebody listens.
+
+A hook is any callable that takes one event. It is called in the thread in which the thing happened, without any lock,
+and should be quick. One that raises is reported to the log and called no more.
+
+Times are seconds of ``time.perf_counter()``; bytes are those of storages.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TaskSubmitted:
+    """A task has come into the queue."""
+
+    task_id: int
+    name: str  # of its function
+    at_s: float
+
+
+@dataclass(frozen=True)
+class TaskStarted:
+    """A task is about to be called; once more for each time it runs."""
+
+    task_id: int
+    name: str
+    device: torch.device
+    worker: str  # the name of its thread
+    attempt: int  # 0 for the first
+    at_s: float
+
+
+@dataclass(frozen=True)
+class TaskFinished:
+    """A task's future is about to be done."""
+
+    task_id: int
+    name: str
+    device: torch.device | None  # where it ran last; None if it never has
+    worker: str
+    submitted_s: float
+    started_s: float  # the last time it was called
+    at_s: float
+    error: BaseException | None
+
+
+@dataclass(frozen=True)
+class TensorMoved:
+    """A storage has left its device, has come back, or has gone from one tier to another."""
+
+    what: Literal["spilled", "unspilled"]
+    device: torch.device  # the storage's own
+    tier: str  # where it is now, or has been: "peer", "host", "disk"
+    n_bytes: int
+    task: str | None  # that created it, as "task 3"; None if none did
+    started_s: float
+    at_s: float
+
+
+@dataclass(frozen=True)
+class CallMigrated:
+    """A call is made on another device, because its own had no room."""
+
+    task: str | None  # that made it
+    device: torch.device  # where it is made
+    at_s: float
+
+
+Event: TypeAlias = TaskSubmitted | TaskStarted | TaskFinished | TensorMoved | CallMigrated
+Hook: TypeAlias = Callable[[Event], object]
+
+
+class Hooks:
+    """Those who listen. False while nobody does, so that no event needs to be made."""
+
+    def __init__(self, hooks: Iterable[Hook] = ()) -> None:
+        self._lock = threading.Lock()  # guards changes of the tuple, which readers take whole; a leaf
+        self._hooks = tuple(hooks)
+        for hook in self._hooks:
+            if not callable(hook):
+                raise TypeError(f"hooks: expected callables that take one event, got {hook!r}")
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks)
+
+    def add(self, hook: Hook) -> None:
+        with self._lock:
+            self._hooks = (*self._hooks, hook)
+
+    def remove(self, hook: Hook) -> None:
+        """Call *hook* no more; does nothing if it is not there."""
+        with self._lock:
+            self._hooks = tuple(kept for kept in self._hooks if kept != hook)  # bound methods are equal, not one
+
+    def emit(self, event: Event) -> None:
+        """Call every hook with *event*. No lock is held."""
+        for hook in self._hooks:
+            try:
+                hook(event)
+            except BaseException:  # noqa: BLE001 whatever it is, the work it was told of goes on
+                _log.exception("hook %r failed on %r and is called no more", hook, event)
+                self.remove(hook)
+
+
+def logging_hook(logger: logging.Logger | None = None, level: int = logging.INFO) -> Hook:
+    """Return a hook that writes each event to *logger*, by default ``managed_exec.events``, at *level*."""
+    target = logger or _log
+
+    def log(event: Event) -> None:
+        target.log(level, "%s", event)
+
+    return log
