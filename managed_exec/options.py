@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, cast, overload
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, cast, overload
 
 import torch
 
 from managed_exec.sizes import parse_bytes
 
 P = ParamSpec("P")
+Q = ParamSpec("Q")
 R_co = TypeVar("R_co", covariant=True)
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -92,6 +93,14 @@ class GpuTask(Protocol[P, R_co]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
+    # As functions do: in a class it is a method.
+    @overload
+    def __get__(self, instance: None, owner: type, /) -> GpuTask[P, R_co]: ...
+    @overload
+    def __get__(
+        self: GpuTask[Concatenate[Any, Q], R_co], instance: object, owner: type | None = None, /
+    ) -> Callable[Q, R_co]: ...
+
     def options(
         self,
         *,
@@ -120,7 +129,8 @@ def gpu_task(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
 
     Args:
         fn: the function.
-        options: see ``TaskOptions``. ``function.options(...)`` returns a variant for one call.
+        options: see ``TaskOptions``. ``function.options(...)`` returns a variant for one call; of a method, it is
+            ``Class.method.options(...)``, and the instance is the first argument.
 
     Raises:
         TypeError: what is decorated is not callable, or cannot carry options; or an option is of the wrong type.

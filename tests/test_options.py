@@ -44,7 +44,21 @@ def submit_gate(pool: GPUPoolExecutor, **options: object) -> tuple[Gate, Future[
     return gate, future
 
 
+class Solver:
+    @gpu_task(priority=1)
+    def run(self, n: int) -> int:
+        return n
+
+
 class TestMarking:
+    def test_methods(self) -> None:
+        solver = Solver()
+        assert options_of(solver.run).priority == 1
+        assert solver.run(3) == 3
+        variant = Solver.run.options(priority=7)
+        assert options_of(variant).priority == 7
+        assert variant(solver, 3) == 3
+
     def test_function_stays_what_it_was(self) -> None:
         assert scaled(3, memory=5.0) == 15
         assert (scaled.__name__, scaled.__doc__) == ("scaled", "Multiply.")
