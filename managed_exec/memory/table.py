@@ -33,7 +33,7 @@ class RecordTable:
         self.landed = 0
         # Tasks that run now. Each adds and removes its own, in single steps, so no lock is taken.
         self.running: set[Owner] = set()
-        self._clock = itertools.count(1)
+        self.tick = itertools.count(1).__next__  # advances the clock of uses and returns its reading
         self._flights: weakref.WeakSet[Flights] = weakref.WeakSet()  # one a thread; guarded by the lock
         self._thread = _Thread(self.lock, self._flights)
         # By the storage's address; entries go with their record. Changed in single steps, without the lock.
@@ -43,14 +43,14 @@ class RecordTable:
     def record_of(self, storage: torch.UntypedStorage, owner: Owner | None) -> Record | None:
         """Return the record of *storage*, a new one if it has none; None if it is too small to be managed."""
         address = storage._cdata
-        record = self._find(address)
-        if record is not None:
+        known = self._records.get(address)
+        if known is not None and (record := known()) is not None:
             return record
         n_bytes = storage.nbytes()
         if n_bytes < self.min_bytes or n_bytes == 0:
             return None
         record = Record(storage, n_bytes, owner or ownership.thread.owner)
-        record.last_use = next(self._clock)
+        record.last_use = self.tick()
         reference = weakref.ref(record, partial(self._forget, address))
         # One step, so of two threads that come with the same storage one finds the other's.
         while (entry := self._records.setdefault(address, reference)) is not reference:
@@ -68,11 +68,11 @@ class RecordTable:
         Takes no lock, for it is on the way of every kernel. Whoever frees a storage sets its state first and looks at
         the kernels in flight then; a kernel is noted first and looks at the states then. So one sees the other.
         """
-        self._thread.flights.records.append(records)
+        self._thread.in_flight.append(records)
 
     def land(self) -> None:
         """Note that the calling thread's last kernel has ended: what it made has a record, or is gone."""
-        self._thread.flights.records.pop()
+        self._thread.in_flight.pop()
         self.landed += 1
         if self.waiting:
             with self.lock:
@@ -94,16 +94,12 @@ class RecordTable:
 
     def is_nested(self) -> bool:
         """Return whether the calling thread is in a kernel that uses records, whose end it must not wait for."""
-        return any(self._thread.flights.records)
+        return any(self._thread.in_flight)
 
     def wait_settled(self, record: Record) -> None:
         """Wait until *record* is not on its way anywhere; whoever moves it says so. The lock is held."""
         while record.residency in MOVING:
             self.changed.wait()
-
-    def tick(self) -> int:
-        """Advance the clock of uses and return its reading."""
-        return next(self._clock)
 
     def obstacle(self, record: Record, in_use: Collection[Record] | None = None) -> str | None:
         """Return why *record* cannot be moved now; None if it can. The lock is held.
@@ -126,10 +122,6 @@ class RecordTable:
             found = [r for r in self.live() if r.residency is Residency.RESIDENT and self.obstacle(r, busy) is None]
         return sorted(found, key=lambda record: record.last_use)
 
-    def _find(self, address: int) -> Record | None:
-        reference = self._records.get(address)
-        return None if reference is None else reference()
-
 
 class Flights:
     """The kernels of one thread that are in flight, each with its records; several where one runs inside another."""
@@ -150,6 +142,7 @@ class _Thread(threading.local):
 
     def __init__(self, lock: threading.RLock, all_flights: weakref.WeakSet[Flights]) -> None:
         self.flights = Flights()
+        self.in_flight = self.flights.records
         with lock:
             all_flights.add(self.flights)
 

@@ -25,7 +25,7 @@ from managed_exec.memory.owner import Owner
 from managed_exec.memory.record import Record
 from managed_exec.tensors.colocation import DeviceMismatchError, meeting_device, tensors_of
 from managed_exec.tensors.kernel import OperatorCall, same_view, written_tensors
-from managed_exec.tensors.schema import facts
+from managed_exec.tensors.schema import Facts, facts
 from managed_exec.tensors.writes import note_writes
 
 _make_subclass = torch.Tensor._make_subclass
@@ -115,10 +115,44 @@ class Handle(torch.Tensor):
                     record = tensor._record if tensor._known else tensor._look_up(keeper)
                     if record is not None and record not in records:
                         records.append(record)
-        owner = records[0].owner if records else None
-        if func is _DETACH:
-            records = []  # it looks at no byte, so nothing has to be there
         about = facts(func)
+        try:
+            if about.is_functional and not _len_torch_dispatch_stack():
+                # The common case, in short; what cannot be done so changes nothing, and is left to the manager.
+                keeper.table.take_off(records)
+                try:
+                    if keeper.are_ready(records):
+                        with _DisableTorchDispatch():
+                            result = func(*args, **kwargs)
+                        return cls._wrap(result, keeper, records[0].owner if records else None, adopts, ())
+                except torch.OutOfMemoryError:
+                    pass
+                finally:
+                    keeper.table.land()
+            return keeper.run(cls._call(func, args, kwargs, records, about, keeper, adopts))
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except RuntimeError as error:
+            if "device" not in str(error).lower():
+                raise  # every text of torch about operands of several devices has the word
+            target = meeting_device(tensors_of((*args, *kwargs.values())), records, written_tensors(func, args, kwargs))
+            if target is None:
+                raise
+            raise DeviceMismatchError(target, str(error)) from error
+
+    @classmethod
+    def _call(
+        cls,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        records: list[Record],
+        about: Facts,
+        keeper: MemoryManager,
+        adopts: Callable[[torch.Tensor], bool] | None,
+    ) -> OperatorCall:
+        """Return what the manager runs: the kernel, what it wrote to noted, what it returns managed."""
+        owner = records[0].owner if records else None
 
         def adopt(result: Any) -> Any:
             written: Sequence[torch.Tensor] = ()
@@ -129,29 +163,8 @@ class Handle(torch.Tensor):
             # A mode that has declined managed operands and is on while the kernel gets plain ones knows its results.
             return result if _len_torch_dispatch_stack() else cls._wrap(result, keeper, owner, adopts, written)
 
-        try:
-            if about.is_functional and not _len_torch_dispatch_stack():
-                # The common case, in short; what it cannot do changes nothing, and is left to the manager.
-                keeper.table.take_off(records)
-                try:
-                    if keeper.are_ready(records):
-                        with _DisableTorchDispatch():
-                            result = func(*args, **kwargs)
-                        return cls._wrap(result, keeper, owner, adopts, ())
-                except torch.OutOfMemoryError:
-                    pass
-                finally:
-                    keeper.table.land()
-            return keeper.run(OperatorCall(func, args, kwargs, records, about, adopt))
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except RuntimeError as error:
-            if "device" not in str(error).lower():
-                raise  # every text of torch about operands of several devices has the word
-            target = meeting_device(tensors_of((*args, *kwargs.values())), records, written_tensors(func, args, kwargs))
-            if target is None:
-                raise
-            raise DeviceMismatchError(target, str(error)) from error
+        # Detaching looks at no byte, so nothing has to be there.
+        return OperatorCall(func, args, kwargs, [] if func is _DETACH else records, about, adopt)
 
     @classmethod
     def adopted(
