@@ -189,7 +189,9 @@ class Handle(torch.Tensor):
     ) -> Any:
         """Return *result* with the tensors in it managed, but for *written*, which the kernel was given."""
         if type(result) is torch.Tensor:
-            if (adopts is not None and not adopts(result)) or any(result is tensor for tensor in written):
+            if adopts is not None and not adopts(result):
+                return result
+            if written and any(result is tensor for tensor in written):
                 return result
             managed = _make_subclass(cls, result)
             managed._register(result, keeper, owner)
