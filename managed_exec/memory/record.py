@@ -22,6 +22,9 @@ from managed_exec.devices import current_stream
 from managed_exec.memory.owner import Owner
 
 
+_CPU = torch.device("cpu")  # a storage there has no index; comparing is a fifth of asking for the type
+
+
 class _Holder:
     """Holds a storage as a record does."""
 
@@ -82,7 +85,7 @@ class Record:
         # Every handle refers to this object and nobody else does, so that its reference count counts them.
         self.alive = object()
         self.owner = owner
-        if self.device.type != "cpu":
+        if self.device != _CPU:
             self.in_streams = True
             # A new storage was most likely written, or is being written, by a kernel of the current stream.
             self.writer = current_stream(self.device)
