@@ -21,7 +21,6 @@ from torch._C import _storage_Use_Count
 from managed_exec.devices import current_stream
 from managed_exec.memory.owner import Owner
 
-
 _CPU = torch.device("cpu")  # a storage there has no index; comparing is a fifth of asking for the type
 
 
