@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from nvml_stub import NvmlStub
 
 from managed_exec import GPUPoolExecutor, sim
+from managed_exec.devices import nvml
 from managed_exec.memory.manager import MemoryManager, configure
 from managed_exec.memory.policy import MemoryPolicy
 
@@ -74,6 +76,22 @@ def small_device(simulator: Kind) -> MemoryManager:
     """The manager of one simulated device of 2 MiB; tensors are managed from 1 KiB on."""
     sim.enable(devices=1, memory="2MiB")
     return configure(MemoryPolicy(min_bytes=1024, wait_s=5))
+
+
+@pytest.fixture(scope="session")
+def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> NvmlStub:
+    """A stub of NVIDIA's management library, for processes that a test starts."""
+    return NvmlStub(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def nvml_stub(nvml_library: NvmlStub, monkeypatch: pytest.MonkeyPatch) -> Iterator[NvmlStub]:
+    """The same for this process, which reads it through the real ``pynvml``: a machine without cards so far."""
+    nvml.reset()
+    nvml_library.describe()
+    nvml_library.load(monkeypatch)
+    yield nvml_library
+    nvml.reset()
 
 
 def make_kind(name: str) -> Iterator[Kind]:

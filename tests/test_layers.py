@@ -15,6 +15,7 @@ MAX_LINES = 400
 
 # Top first. A module may import from its own layer and from those below.
 LAYERS: tuple[tuple[str, ...], ...] = (
+    ("__main__",),
     ("__init__",),
     ("executor",),
     ("config", "scheduling", "telemetry"),
