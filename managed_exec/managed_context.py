@@ -54,6 +54,7 @@ class ManagedContext(DeviceContext):
             if self._owner is not None:
                 self._owner.finished = True  # what it leaves behind is spilled first
                 self._owner.on_migration = None
+                self.peak_bytes = self._owner.peak_bytes
                 self._owner = None
 
     def _needs_mode(self, device: torch.device) -> bool:
