@@ -91,6 +91,7 @@ class DeviceContext(TorchFunctionMode):
         self.device = torch.device("cpu")
         self.stream: torch.Stream | None = None
         self.task_id = -1
+        self.peak_bytes = 0  # of device memory that the last task had at once; stays 0 where nobody counts
         self._pushed = False  # whether this mode is on the thread's stack
 
     def enter(self, position: int, task_id: int, submitter: SubmitterStreams | None) -> None:

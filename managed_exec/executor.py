@@ -8,6 +8,7 @@ The executor owns the queue, the loads and the threads; each worker has its own 
 2. the standard pool's global lock: that no worker is started while the interpreter exits.
 3. ``TaskQueue._lock``: the tasks that wait.
 4. ``DeviceLoads._lock``: the bookings. A leaf.
+5. ``Footprints._lock``: what was learned of the tasks' memory. A leaf, taken beside no other.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from managed_exec.memory.limits import Limits
 from managed_exec.memory.manager import configure
 from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.options import ANY, NO_OPTIONS, Need, TaskOptions, options_of
+from managed_exec.scheduling.appraisal import Appraiser
+from managed_exec.scheduling.footprints import Footprints
 from managed_exec.scheduling.loads import DeviceLoads
 from managed_exec.scheduling.placement import Placement
 from managed_exec.scheduling.queue import TaskQueue
@@ -112,6 +115,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         # In the worker's own thread; refers to nothing of this object, which may be collected before its workers end.
         self._make_context: Callable[[], DeviceContext] = partial(DeviceContext, self._devices)
         limits: Limits | None = None
+        holds_back = False  # tasks, by what earlier ones of their functions have needed
         self._policy_holders: weakref.WeakSet[object] | None = None
         if memory is not False and self._accelerators:
             holder = None if memory is None else self
@@ -119,10 +123,16 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             self._policy_holders = manager.holders
             self._make_context = partial(ManagedContext, self._devices, manager)
             limits = manager.limits
+            holds_back = manager.policy.admission == "learned"
         self._loads = DeviceLoads(
             self._devices, tasks_per_device, place, partial(_capacity_bytes, self._devices, limits)
         )
-        self._tasks = TaskQueue(self._loads)
+        self._footprints = Footprints()
+        self._appraiser: Appraiser | None = None
+        if self._accelerators:
+            measures = limits is not None
+            self._appraiser = Appraiser(self._devices, self._loads, self._footprints, measures, holds_back)
+        self._tasks = TaskQueue(self._loads, self._appraiser if len(self._devices) > 1 or holds_back else None)
         self._work_queue = cast("Any", self._tasks)  # where the standard pool's shutdown looks for tasks to cancel
         self._sampler: DeviceSampler | None = None  # runs from the first submit on, where there is a choice of devices
         # Tasks submitted and not yet known to be done with, and those done with since; the first is guarded by the
@@ -170,6 +180,15 @@ class GPUPoolExecutor(ThreadPoolExecutor):
                 self._start_worker()
         return task.future
 
+    @property
+    def footprints(self) -> Footprints:
+        """What the pool has learned of the memory that each function's tasks need.
+
+        Empty in a new pool; ``load`` brings in what another has saved. Nothing is learned on the CPU, nor with
+        ``memory=False``.
+        """
+        return self._footprints
+
     def _need_of(self, options: TaskOptions) -> Need:
         """Return what a task with *options* asks of the pool's devices."""
         need = Need(options.memory_bytes, allowed_positions(options.device, self._devices))
@@ -212,6 +231,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             self._done_with,
             self._make_context,
             self._loads,
+            self._appraiser,
             *self._thread_initializer,
         )
         thread = threading.Thread(target=worker.run, name=f"{self._thread_name_prefix}_{len(self._workers)}")

@@ -6,8 +6,9 @@ The function stays an ordinary callable, and its own keywords are never taken aw
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, cast, overload
 
 import torch
@@ -79,6 +80,22 @@ class Need(NamedTuple):
     n_bytes: int = 0  # to be reserved there
     allowed: frozenset[int] | None = None  # positions among the pool's devices; None for all
     alone: bool = False  # no other task beside it
+    # The function, if what its tasks need has still to be learned and they are held back by it: such a task reserves
+    # all that its device has.
+    unknown: str | None = None
+    # Guesses, for the placement alone: nothing is held back for these.
+    expected_bytes: int = 0  # what earlier tasks of the function have needed
+    local_bytes: Mapping[int, int] = MappingProxyType({})  # of the arguments, by the position of their device
+
+    @property
+    def reserves(self) -> bool:
+        """Whether any memory is reserved for it."""
+        return self.n_bytes > 0 or self.unknown is not None
+
+    @property
+    def asks(self) -> bool:
+        """Whether there may be devices that do not take it, but for their number of tasks."""
+        return self.reserves or self.alone or self.allowed is not None
 
     def takes(self, position: int) -> bool:
         """Return whether the device at *position* is one that was asked for."""

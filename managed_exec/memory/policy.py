@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from managed_exec.sizes import parse_bytes
 
@@ -25,9 +26,12 @@ class MemoryPolicy:
         disk_limit: as *host_limit*, for the disk tier.
         min_bytes: smaller storages are never moved, and cost next to nothing; bytes, or text.
         wait_s: seconds to wait for memory that another running task holds and that cannot be moved.
+        admission: which tasks are held back until a device has room for them: ``"hints"``, those that say what they
+            need (``gpu_task(memory=...)``); ``"learned"``, all, the others by what earlier tasks of their functions
+            have needed. Tasks that wait for each other must not be held back on a guess.
 
     Raises:
-        ValueError: an unknown or repeated tier, a limit that cannot be read, a negative number.
+        ValueError: an unknown or repeated tier, another admission, a limit that cannot be read, a negative number.
     """
 
     limit: float | int | str | None = None
@@ -37,6 +41,7 @@ class MemoryPolicy:
     disk_limit: int | str | None = None
     min_bytes: int | str = 64 * 1024
     wait_s: float = 10.0
+    admission: Literal["hints", "learned"] = "hints"
 
     def __post_init__(self) -> None:
         if not isinstance(self.spill, (tuple, list)):
@@ -60,6 +65,8 @@ class MemoryPolicy:
             raise TypeError(f"wait_s: expected seconds, got {self.wait_s!r}")
         if not self.wait_s >= 0:
             raise ValueError(f"wait_s: expected 0 or more seconds, got {self.wait_s}")
+        if self.admission not in ("hints", "learned"):
+            raise ValueError(f"admission: expected 'hints' or 'learned', got {self.admission!r}")
 
     def limit_bytes(self, total_bytes: int) -> int:
         """Return how many bytes may be used of a device that has *total_bytes*."""

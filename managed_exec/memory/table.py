@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
@@ -49,15 +50,20 @@ class RecordTable:
         n_bytes = storage.nbytes()
         if n_bytes < self.min_bytes or n_bytes == 0:
             return None
-        record = Record(storage, n_bytes, owner or ownership.thread.owner)
+        maker = ownership.thread.owner
+        record = Record(storage, n_bytes, owner or maker)
         record.last_use = self.tick()
-        reference = weakref.ref(record, partial(self._forget, address))
+        # Counted for the task that runs here, also where a result belongs to the task that made its operand.
+        gone = None if maker is None or not record.in_streams else maker.note_made(n_bytes)
+        reference = weakref.ref(record, partial(self._forget, address, gone, n_bytes))
         # One step, so of two threads that come with the same storage one finds the other's.
         while (entry := self._records.setdefault(address, reference)) is not reference:
             found = entry()
             if found is not None:
+                if gone is not None:
+                    gone.append(n_bytes)
                 return found
-            self._forget(address, entry)
+            self._forget(address, None, 0, entry)
         return record
 
     # -- kernels in flight ------------------------------------------------------------------------------------------
@@ -147,10 +153,14 @@ class _Thread(threading.local):
             all_flights.add(self.flights)
 
 
-def _forgetter(records: dict[int, weakref.ref[Record]]) -> Callable[[int, weakref.ref[Record]], None]:
+def _forgetter(
+    records: dict[int, weakref.ref[Record]],
+) -> Callable[[int, deque[int] | None, int, weakref.ref[Record]], None]:
     """Return what removes a dead record's entry. The collector may call it anywhere, so it takes no lock."""
 
-    def forget(address: int, dead: weakref.ref[Record]) -> None:
+    def forget(address: int, gone: deque[int] | None, n_bytes: int, dead: weakref.ref[Record]) -> None:
+        if gone is not None:
+            gone.append(n_bytes)
         # The storage is freed after its record, so the address is not another storage's yet; but the same storage may
         # have got a new record.
         if records.get(address) is dead:

@@ -6,14 +6,13 @@ Guarantees:
 - Two tasks never choose by the same state: each choice sees all bookings before it, whatever the telemetry lag. (A
   placement of the user's runs without the lock; after it was overtaken many times in a row, its choice is taken.)
 - What ``book`` took, ``give_back`` returns; the caller pairs them in ``try``/``finally``.
-- What running tasks have said they need, together, is never more than a device has.
+- What is reserved for running tasks, for they say so or it was learned, is never more than a device has.
 - ``book`` never waits for a task to end. A task that asks for nothing finds a device at once, unless all are being
   drained: a pool has no more workers than its devices take tasks, and each worker books once at a time.
 """
 
 from __future__ import annotations
 
-import functools
 import operator
 import threading
 from collections.abc import Callable, Sequence
@@ -37,7 +36,7 @@ class DeviceLoads:
         placement: Placement,
         capacity_bytes: Callable[[int], int] = lambda position: 0,
     ) -> None:
-        self._capacity_bytes = functools.cache(capacity_bytes)  # by position; asked for only if a task says its need
+        self._capacity_bytes = capacity_bytes
         self._tasks_per_device = tasks_per_device
         self._placement = placement
         # Our own placements are short and call nothing else, so they run under the lock. A user's may do anything.
@@ -46,6 +45,9 @@ class DeviceLoads:
         self._lock = threading.Lock()
         self._running = [0] * len(devices)  # tasks, by position
         self._reserved = [0] * len(devices)  # bytes, by position
+        self._expected = [0] * len(devices)  # bytes, by position: the reserved ones and guesses
+        # Bytes, by position; asked for once, without the lock, when the need of a task is known or guessed.
+        self._capacities: list[int] | None = None
         # By position, the need that a device takes no other tasks for: one that waits for it, or runs there alone.
         self._kept_for: dict[int, Need] = {}
         # The state of each device, by position, but for the tasks and reservations that have changed since: these are
@@ -78,7 +80,8 @@ class DeviceLoads:
 
     def largest_bytes(self, need: Need) -> int:
         """Return how much the largest device has that *need* takes."""
-        return max(self._capacity_bytes(i) for i in range(len(self._running)) if need.takes(i))
+        capacities = self._known_capacities()
+        return max(capacity for i, capacity in enumerate(capacities) if need.takes(i))
 
     def has_room(self, need: Need) -> bool:
         """Return whether a device would take a task with this *need* now."""
@@ -110,7 +113,7 @@ class DeviceLoads:
                 candidates = self._candidates(need)
                 if not candidates:
                     return None
-                position = self._placement(candidates, PlacementRequest(self._placed, last_position))
+                position = self._placement(candidates, self._request(last_position, need))
                 first = self._note_booking(position, need)
         else:
             found = self._book_unlocked_choice(last_position, need)
@@ -127,7 +130,7 @@ class DeviceLoads:
             self._running[position] -= 1
             self._changed.add(position)
             if need is not ANY:
-                self._reserved[position] -= need.n_bytes
+                self._reserve(position, need, -1)
                 if need.alone:
                     self._forget_kept(need)
 
@@ -136,7 +139,7 @@ class DeviceLoads:
         with self._lock:
             if not any(kept is need for kept in self._kept_for.values()):
                 free = [i for i in range(len(self._running)) if need.takes(i) and i not in self._kept_for]
-                large = [i for i in free if self._capacity(i, need) >= need.n_bytes]
+                large = [i for i in free if self._fits(i, need, 0)]
                 if large:
                     self._kept_for[min(large, key=lambda i: (self._reserved[i], self._running[i]))] = need
 
@@ -151,8 +154,8 @@ class DeviceLoads:
         with self._lock:
             if need.alone or not any(candidate.position == to_position for candidate in self._candidates(need)):
                 return False
-            self._reserved[position] -= need.n_bytes
-            self._reserved[to_position] += need.n_bytes
+            self._reserve(position, need, -1)
+            self._reserve(to_position, need, +1)
             self._running[position] -= 1
             self._running[to_position] += 1
             self._changed |= {position, to_position}
@@ -172,7 +175,7 @@ class DeviceLoads:
         while True:
             with self._lock:
                 candidates = self._candidates(need)
-                request = PlacementRequest(self._placed, last_position)
+                request = self._request(last_position, need)
             if not candidates:
                 return None
             position = self._checked_choice(candidates, request)
@@ -186,7 +189,7 @@ class DeviceLoads:
 
     def _candidates(self, need: Need) -> list[DeviceSnapshot]:
         """Return the devices that take one more task with this *need*. The lock is held."""
-        if need is ANY and not self._kept_for:
+        if not self._kept_for and (need is ANY or not need.asks):
             if self._tasks_per_device is None:
                 return list(self._current_snapshots())
             return [snapshot for snapshot in self._current_snapshots() if snapshot.running < self._tasks_per_device]
@@ -200,29 +203,58 @@ class DeviceLoads:
             and self._kept_for.get(position, need) is need
             and (self._tasks_per_device is None or running < self._tasks_per_device)
             and not (need.alone and running)
-            and (need.n_bytes == 0 or self._reserved[position] + need.n_bytes <= self._capacity(position, need))
+            and self._fits(position, need, self._reserved[position])
         )
+
+    def _fits(self, position: int, need: Need, reserved: int) -> bool:
+        """Return whether what *need* reserves fits the device beside *reserved* bytes. The lock is held."""
+        if not need.reserves:
+            return True
+        return reserved == 0 if need.unknown else reserved + need.n_bytes <= self._capacity(position)
 
     def _forget_kept(self, need: Need) -> None:
         """Keep no device for *need* any more. The lock is held."""
         for position in [position for position, kept in self._kept_for.items() if kept is need]:
             del self._kept_for[position]
 
+    def _reserve(self, position: int, need: Need, sign: int) -> None:
+        """Reserve the bytes of *need* on a device, or give them back with *sign* -1. The lock is held."""
+        n_bytes = self._capacity(position) if need.unknown else need.n_bytes
+        self._reserved[position] += sign * n_bytes
+        self._expected[position] += sign * max(n_bytes, need.expected_bytes)
+
+    def _request(self, last_position: int | None, need: Need) -> PlacementRequest:
+        """Return what a placement is told of a task. The lock is held."""
+        return PlacementRequest(self._placed, last_position, max(need.n_bytes, need.expected_bytes), need.local_bytes)
+
     def _know_capacities(self, need: Need) -> None:
         """Ask, without the lock, for what will be looked up under it."""
-        if need.n_bytes:
-            for position in range(len(self._running)):
-                self._capacity_bytes(position)
+        if need is not ANY and (need.reserves or need.expected_bytes):
+            self._known_capacities()
 
-    def _capacity(self, position: int, need: Need) -> int:
-        """Return what the device has. The lock is held, and the answer known, if *need* is for any bytes."""
-        return self._capacity_bytes(position) if need.n_bytes else 0
+    def _known_capacities(self) -> list[int]:
+        """Return what each device has. The lock is not held."""
+        capacities = self._capacities
+        if capacities is None:
+            capacities = [self._capacity_bytes(position) for position in range(len(self._running))]
+            with self._lock:
+                self._capacities = capacities
+                self._snapshots = [
+                    snapshot._replace(limit_bytes=capacity)
+                    for snapshot, capacity in zip(self._snapshots, capacities, strict=True)
+                ]
+        return capacities
+
+    def _capacity(self, position: int) -> int:
+        """Return what the device has. The lock is held, and the answer known."""
+        assert self._capacities is not None, "asked for before the lock was taken"
+        return self._capacities[position]
 
     def _current_snapshots(self) -> list[DeviceSnapshot]:
         """Return the state of every device, the list itself. The lock is held."""
         while self._changed:
             position = self._changed.pop()
-            device, _, _, free_bytes, total_bytes, utilization, _ = self._snapshots[position]
+            device, _, _, free_bytes, total_bytes, utilization, _, _, limit_bytes = self._snapshots[position]
             self._snapshots[position] = DeviceSnapshot(
                 device,
                 position,
@@ -231,6 +263,8 @@ class DeviceLoads:
                 total_bytes,
                 utilization,
                 self._reserved[position],
+                self._expected[position],
+                limit_bytes,
             )
         return self._snapshots
 
@@ -238,7 +272,7 @@ class DeviceLoads:
         """Count one more task on *position*; return whether it is the only one. The lock is held."""
         first = not any(self._running)
         if need is not ANY:
-            self._reserved[position] += need.n_bytes
+            self._reserve(position, need, +1)
             self._forget_kept(need)
             if need.alone:
                 self._kept_for[position] = need

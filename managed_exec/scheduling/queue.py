@@ -24,7 +24,8 @@ from collections import deque
 from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED
 from typing import Any, TypeAlias
 
-from managed_exec.options import ANY
+from managed_exec.options import ANY, Need
+from managed_exec.scheduling.appraisal import Appraiser
 from managed_exec.scheduling.loads import DeviceLoads
 from managed_exec.task import Task
 
@@ -57,8 +58,9 @@ Taken: TypeAlias = "tuple[Task, int | None, BaseException | None]"
 class TaskQueue:
     """What a pool has still to run. Stands in for the standard pool's queue, which drains it by ``get_nowait``."""
 
-    def __init__(self, loads: DeviceLoads) -> None:
+    def __init__(self, loads: DeviceLoads, appraiser: Appraiser | None = None) -> None:
         self._loads = loads
+        self._appraiser = appraiser  # None where nothing is to be found out of a task before it starts
         self._tokens: queue.SimpleQueue[Any] = queue.SimpleQueue()  # True for each waiting task, _LOOK, None to exit
         # The waiting tasks of priority 0, nearly all: changed without the lock, in single steps.
         self._plain: deque[Task] = deque()
@@ -104,6 +106,11 @@ class TaskQueue:
             # Read without its lock: a future that is cancelled after this look will not let the task start.
             if task.future._state in _CANCELLED:
                 return task, None, None
+            if self._appraiser is not None and (held is None or task.need.unknown):
+                before = task.need
+                self._appraiser.appraise(task)
+                if before.unknown and task.need is not before:
+                    self._loads.keep_no_longer(before)
             try:
                 position = self._loads.book(last_position, task.need)
             except BaseException as error:  # noqa: BLE001 whatever the placement raises is the task's
@@ -166,7 +173,7 @@ class TaskQueue:
         with self._lock:
             for i, held in enumerate(self._held):
                 cancelled = held.task.future.cancelled()
-                if cancelled or self._loads.has_room(held.task.need):
+                if cancelled or self._may_start(held.task.need):
                     del self._held[i]
                     if cancelled:
                         self._loads.keep_no_longer(held.task.need)
@@ -174,6 +181,12 @@ class TaskQueue:
                         self._tokens.put(_LOOK)  # there may be room for more than one
                     return held
         return None
+
+    def _may_start(self, need: Need) -> bool:
+        """Return whether a device would take a held task with this *need*, or it is needed no longer as it was."""
+        if need.unknown and self._appraiser is not None and self._appraiser.knows(need.unknown):
+            return True
+        return self._loads.has_room(need)
 
     def _note_start(self, position: int) -> None:
         """Count a task that has started on a device before those that are held."""

@@ -26,6 +26,7 @@ import torch
 from managed_exec.context import DeviceContext
 from managed_exec.devices import CpuDevice
 from managed_exec.options import ANY, NO_OPTIONS
+from managed_exec.scheduling.appraisal import Appraiser
 from managed_exec.scheduling.loads import DeviceLoads
 from managed_exec.scheduling.queue import TaskQueue
 from managed_exec.task import Task
@@ -51,6 +52,7 @@ class Worker:
         done_with: deque[None],
         make_context: Callable[[], DeviceContext],
         loads: DeviceLoads,
+        appraiser: Appraiser | None,
         initializer: Callable[..., object] | None,
         initargs: tuple[Any, ...],
     ) -> None:
@@ -60,6 +62,7 @@ class Worker:
         self._done_with = done_with
         self._make_context = make_context
         self._loads = loads
+        self._appraiser = appraiser
         self._initializer = initializer
         self._initargs = initargs
         self._last_position: int | None = None
@@ -119,6 +122,11 @@ class Worker:
         result: Any = None
         try:
             result, error = _run_bound(task, context, position)
+            # Before the booking is given back, so that whoever finds its room knows what this task has shown.
+            appraiser = self._appraiser
+            if appraiser is not None and (context.peak_bytes or error is not None or appraiser.holds_back):
+                out_of_memory = error is not None and is_out_of_memory(error)
+                appraiser.learn(task, context.peak_bytes, failed=error is not None, out_of_memory=out_of_memory)
         finally:
             self._last_position = context.position  # not the one it began on, if a call of it was made elsewhere
             self._give_back(context.position, task)
@@ -127,7 +135,7 @@ class Worker:
                 drop_frames(error)
                 del error
                 task.attempts += 1
-                task.need = task.need._replace(alone=True)
+                task.need = task.need._replace(alone=True, unknown=None)
                 self._tasks.put_back(task)
                 return False
             if task.options.on_oom == "cpu":

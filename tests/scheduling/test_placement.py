@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from managed_exec.scheduling.placement import (
+    MIN_LOCAL_BYTES,
     PLACEMENTS,
     DeviceSnapshot,
     PlacementRequest,
@@ -113,6 +114,9 @@ offered = st.lists(
         st.none() | st.integers(0, 1000),
         st.none() | st.integers(1000, 1000),
         st.none() | st.floats(0, 1),
+        st.integers(0, 1000),
+        st.integers(0, 1000),
+        st.none() | st.integers(0, 1000),
     ),
     min_size=1,
     max_size=8,
@@ -122,7 +126,16 @@ offered = st.lists(
         lambda positions: [d._replace(position=p) for d, p in zip(devices, sorted(positions), strict=True)]
     )
 )
-requests = st.builds(PlacementRequest, st.integers(0, 10**6), st.none() | st.integers(0, 15))
+unknown_requests = st.builds(
+    PlacementRequest, st.integers(0, 10**6), st.none() | st.integers(0, 15), st.just(0), st.just({})
+)
+requests = st.builds(
+    PlacementRequest,
+    st.integers(0, 10**6),
+    st.none() | st.integers(0, 15),
+    st.integers(0, 1000),
+    st.dictionaries(st.integers(0, 15), st.integers(1, 4 * MIN_LOCAL_BYTES)),
+)
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
@@ -139,12 +152,61 @@ def test_same_question_same_answer(name: str, devices: list[DeviceSnapshot], req
     assert devices == before
 
 
-@given(devices=offered, request=requests)
+@given(devices=offered, request=unknown_requests)
 def test_least_loaded_never_passes_a_device_with_fewer_tasks(
     devices: list[DeviceSnapshot], request: PlacementRequest
 ) -> None:
     running = {device.position: device.running for device in devices}
     assert running[least_loaded(devices, request)] == min(running.values())
+
+
+@given(devices=offered, request=requests)
+def test_least_loaded_passes_it_by_two_tasks_at_most_whatever_is_known(
+    devices: list[DeviceSnapshot], request: PlacementRequest
+) -> None:
+    """And only for a device that has more of the arguments, or room that the other has not."""
+    by_position = {device.position: device for device in devices}
+    chosen = by_position[least_loaded(devices, request)]
+    fewest = min(devices, key=lambda device: device.running)
+    assert chosen.running <= fewest.running + 2
+    if chosen.running > fewest.running:
+        local = request.local_bytes
+        has_more = local.get(chosen.position, 0) > local.get(fewest.position, 0)
+        room = request.expected_bytes
+        assert has_more or (chosen.has_room_for(room) and not fewest.has_room_for(room))
+
+
+class TestWhatIsKnown:
+    """Four devices with a limit of 100 bytes; what is expected there, and what of the arguments they have."""
+
+    @pytest.mark.parametrize(
+        ("rows", "expected_bytes", "local_bytes", "position"),
+        [
+            # Where there is room, though another has a task less;
+            ([(1, 80), (2, 20), (2, 90), (2, 90)], 50, {}, 1),
+            # but not for two tasks more,
+            ([(1, 80), (3, 20), (3, 90), (3, 90)], 50, {}, 0),
+            # and the fewest tasks if there is room for it nowhere, or everywhere.
+            ([(2, 80), (1, 80), (2, 80), (2, 80)], 50, {}, 1),
+            ([(2, 0), (2, 0), (1, 10), (2, 0)], 50, {}, 2),
+            # Where the arguments are, though another has a task less, or room;
+            ([(0, 0), (0, 0), (1, 0), (0, 0)], 0, {2: MIN_LOCAL_BYTES}, 2),
+            ([(1, 0), (1, 0), (1, 99), (1, 0)], 50, {2: MIN_LOCAL_BYTES}, 0),
+            # but not if it is overloaded, they are small, or most of them are elsewhere.
+            ([(0, 0), (0, 0), (2, 0), (0, 0)], 0, {2: MIN_LOCAL_BYTES}, 0),
+            ([(0, 0), (0, 0), (1, 0), (0, 0)], 0, {2: MIN_LOCAL_BYTES - 1}, 0),
+            ([(1, 0), (1, 0), (1, 0), (1, 0)], 0, {2: MIN_LOCAL_BYTES, 3: 2 * MIN_LOCAL_BYTES}, 3),
+            ([(1, 0), (0, 0), (1, 0), (1, 0)], 0, {2: MIN_LOCAL_BYTES, 3: 2 * MIN_LOCAL_BYTES}, 1),
+        ],
+    )
+    def test_table(
+        self, rows: list[tuple[int, int]], expected_bytes: int, local_bytes: dict[int, int], position: int
+    ) -> None:
+        devices = [
+            DeviceSnapshot(CPU, i, running, expected_bytes=expected, limit_bytes=100)
+            for i, (running, expected) in enumerate(rows)
+        ]
+        assert least_loaded(devices, PlacementRequest(0, None, expected_bytes, local_bytes)) == position
 
 
 @given(devices=offered, request=requests)
