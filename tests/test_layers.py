@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("memory",),
     ("devices",),
     ("sim",),
+    ("future",),
     ("errors", "sizes"),
 )
 LEVELS = {part: level for level, parts in enumerate(LAYERS) for part in parts}

@@ -6,7 +6,9 @@ Guarantees:
 - Two tasks never choose by the same state: each choice sees all bookings before it, whatever the telemetry lag. (A
   placement of the user's runs without the lock; after it was overtaken many times in a row, its choice is taken.)
 - What ``book`` took, ``give_back`` returns; the caller pairs them in ``try``/``finally``.
-- What running tasks have said they need, together, is never more than a device has.
+- What running tasks have said they need, together, is never more than a device has. A task that was given up no longer
+  counts as running, but what it has reserved stays reserved until its thread has really ended.
+- A device that is out of service gets no task any more. A task that only such devices would take is refused, not held.
 - ``book`` never waits for a task to end. A task that asks for nothing finds a device at once, unless all are being
   drained: a pool has no more workers than its devices take tasks, and each worker books once at a time.
 """
@@ -19,9 +21,12 @@ import threading
 from collections.abc import Callable, Sequence
 
 from managed_exec.devices import Device, DeviceMemory
-from managed_exec.errors import PlacementError
+from managed_exec.errors import DeviceOutOfServiceError, PlacementError
 from managed_exec.options import ANY, Need
 from managed_exec.scheduling.placement import PLACEMENTS, DeviceSnapshot, Placement, PlacementRequest
+
+# What a device is kept for that is out of service: no task's need is this one.
+_NOBODY = Need(allowed=frozenset())
 
 # How often a placement that is not ours is asked again because the state it saw has changed meanwhile.
 _MAX_STALE_CHOICES = 8
@@ -46,13 +51,15 @@ class DeviceLoads:
         self._lock = threading.Lock()
         self._running = [0] * len(devices)  # tasks, by position
         self._reserved = [0] * len(devices)  # bytes, by position
-        # By position, the need that a device takes no other tasks for: one that waits for it, or runs there alone.
+        # By position, the need that a device takes no other tasks for: one that waits for it, or runs there alone, or
+        # nobody's, if it is out of service.
         self._kept_for: dict[int, Need] = {}
+        self._out_of_service: dict[int, str] = {}  # by position: which device, since when and why
         # The state of each device, by position: replaced when a task is booked or ends there, or a sample comes. So a
         # booking makes one record, however many devices there are.
         self._snapshots = [DeviceSnapshot(device.torch_device, i, 0) for i, device in enumerate(devices)]
         self._placed = 0  # bookings ever made among several devices; also the version of the state a choice was made by
-        self._used: set[int] = set()  # positions ever booked
+        self._used: set[int] = set()  # positions ever booked; the only device of a pool is not noted
         self.on_busy: Callable[[], None] | None = None  # called, without the lock, when a first task starts
 
     def snapshots(self) -> list[DeviceSnapshot]:
@@ -63,7 +70,7 @@ class DeviceLoads:
     def was_used(self, position: int) -> bool:
         """Return whether a task was ever booked on the device at *position*."""
         with self._lock:
-            return position in self._used
+            return position in self._used or len(self._running) == 1
 
     @property
     def running(self) -> int:
@@ -80,10 +87,10 @@ class DeviceLoads:
         return max(self._capacity_bytes(i) for i in range(len(self._running)) if need.takes(i))
 
     def has_room(self, need: Need) -> bool:
-        """Return whether a device would take a task with this *need* now."""
+        """Return whether it is no use to wait: a device would take a task with this *need* now, or none ever will."""
         self._know_capacities(need)
         with self._lock:
-            return bool(self._candidates(need))
+            return bool(self._candidates(need)) or self._is_hopeless(need)
 
     def book(self, last_position: int | None, need: Need = ANY) -> int | None:
         """Choose a device for one more task, book the task there and return the device's position.
@@ -97,6 +104,7 @@ class DeviceLoads:
 
         Raises:
             PlacementError: the placement raised, or did not return the position of a device it was offered.
+            DeviceOutOfServiceError: only devices would take it that are out of service.
         """
         self._know_capacities(need)
         if self._trusted:
@@ -106,6 +114,7 @@ class DeviceLoads:
                     return 0
                 candidates = self._candidates(need)
                 if not candidates:
+                    self._check_hope(need)
                     return None
                 position = self._placement(candidates, PlacementRequest(self._placed, last_position))
                 first = self._note_booking(position, need)
@@ -125,6 +134,36 @@ class DeviceLoads:
             self._set_running(position, self._running[position] - 1)
             if need.alone:
                 self._forget_kept(need)
+
+    def give_back_place(self, position: int, need: Need) -> None:
+        """Undo a ``book`` but for the bytes it has reserved: the task was given up, and may still hold them."""
+        with self._lock:
+            self._set_running(position, self._running[position] - 1)
+            if need.alone:
+                self._forget_kept(need)
+
+    def give_back_bytes(self, position: int, need: Need) -> None:
+        """Undo the rest of a ``book``: the thread of the task that was given up has ended."""
+        with self._lock:
+            self._reserved[position] -= need.n_bytes
+            self._set_running(position, self._running[position])
+
+    def take_out(self, position: int, reason: str) -> bool:
+        """Let no task start any more on the device at *position*; return False if it was out of service before.
+
+        Args:
+            reason: which device, since when and why.
+        """
+        with self._lock:
+            if position in self._out_of_service:
+                return False
+            self._out_of_service[position] = reason
+            self._kept_for[position] = _NOBODY
+            return True
+
+    def is_out(self, position: int) -> bool:
+        """Return whether the device at *position* is out of service."""
+        return position in self._out_of_service
 
     def keep_for(self, need: Need) -> None:
         """Let no other tasks start on the device that will soonest have room for *need*, until it is booked."""
@@ -167,8 +206,9 @@ class DeviceLoads:
             with self._lock:
                 candidates = self._candidates(need)
                 request = PlacementRequest(self._placed, last_position)
-            if not candidates:
-                return None
+                if not candidates:
+                    self._check_hope(need)
+                    return None
             position = self._checked_choice(candidates, request)
             with self._lock:
                 # A slow placement among many workers might never see a still state; after a while any choice with
@@ -196,6 +236,22 @@ class DeviceLoads:
             and not (need.alone and running)
             and (need.n_bytes == 0 or self._reserved[position] + need.n_bytes <= self._capacity(position, need))
         )
+
+    def _is_hopeless(self, need: Need) -> bool:
+        """Return whether no device that is in service will ever take a task with this *need*. The lock is held."""
+        return bool(self._out_of_service) and not any(
+            need.takes(i) and i not in self._out_of_service and need.n_bytes <= self._capacity(i, need)
+            for i in range(len(self._running))
+        )
+
+    def _check_hope(self, need: Need) -> None:
+        """Raise if a task with this *need* would wait for ever. The lock is held."""
+        if self._is_hopeless(need):
+            raise DeviceOutOfServiceError(
+                "no device that would take the task is in service. Out of service: "
+                f"{'; '.join(self._out_of_service.values())}. Make a new pool of the devices that work; a broken GPU "
+                "is back in a new process"
+            )
 
     def _forget_kept(self, need: Need) -> None:
         """Keep no device for *need* any more. The lock is held."""

@@ -106,6 +106,7 @@ class TaskQueue:
                 return Taken(task, None, None)
             position, error = self._book(task.need, last_position)
             if error is not None:
+                self._loads.keep_no_longer(task.need)
                 try:
                     return Taken(task, None, error)
                 finally:
