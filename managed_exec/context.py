@@ -37,6 +37,7 @@ from torch.overrides import TorchFunctionMode
 
 from managed_exec.devices import Device
 from managed_exec.devices import current as current_devices
+from managed_exec.future import TaskFuture
 from managed_exec.inheritance import FRESH_MODES, SubmitterStreams
 from managed_exec.tensors.backward import BACKWARD_CALLS, run_backward
 from managed_exec.tensors.managed import ManagedTensor
@@ -83,8 +84,8 @@ class DeviceContext(TorchFunctionMode):
         self.shares_results = bool(self._baseline.streams)  # whether results need ``share``
         # By position: the device, and whether the mode is needed there.
         self._bindings = [(device.torch_device, self._needs_mode(device.torch_device)) for device in devices]
-        # Books the running task on another device; returns whether that took it. Set by the worker.
-        self.move_booking: Callable[[int, int], bool] = lambda position, to_position: False
+        # Books the running task of a future on another device; returns whether that took it. Set by the worker.
+        self.move_booking: Callable[[TaskFuture[Any], int], bool] = lambda future, to_position: False
         self._streams: dict[int, torch.Stream | None] = {}  # by position; made once, for each has its own workspaces
         # Valid between enter and leave.
         self.position = 0  # of the device among the pool's
@@ -92,6 +93,7 @@ class DeviceContext(TorchFunctionMode):
         self.stream: torch.Stream | None = None
         self.task_id = -1
         self.peak_bytes = 0  # of device memory that the last task had at once; stays 0 where nobody counts
+        self.future: TaskFuture[Any] | None = None  # the task's, with the flag that tells it to stop; set by the worker
         self._pushed = False  # whether this mode is on the thread's stack
 
     def enter(self, position: int, task_id: int, submitter: SubmitterStreams | None) -> None:
@@ -127,6 +129,7 @@ class DeviceContext(TorchFunctionMode):
         """
         _thread.context = None
         current_devices.thread.device = None
+        self.future = None
         current = self._baseline.current_streams() if self.shares_results else ()
         try:
             if self.stream is not None:

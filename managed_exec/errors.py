@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+
 import torch
 
 
@@ -27,6 +29,32 @@ class PlacementError(ManagedExecError, RuntimeError):
     """A placement function raised, or returned something that is not one of the devices it was offered.
 
     The placement function's fault. The task did not run; its future holds this error, and the pool goes on.
+    """
+
+
+class TaskTimeoutError(ManagedExecError, TimeoutError):
+    """A task ran for longer than its ``gpu_task(timeout=)``.
+
+    The task's fault, or its timeout's. Raised in the task where it can stop, and the error of its future; what it had
+    is given back. From Python 3.11 on ``concurrent.futures.TimeoutError`` catches it too; in 3.10 that is a class of
+    its own, and only of a wait that was too short.
+    """
+
+
+class TaskCancelledError(ManagedExecError, concurrent.futures.CancelledError):
+    """A task was told to stop by ``Future.cancel()`` while it ran.
+
+    The caller's wish. Raised in the task where it can stop, and the error of its future, which is done and not
+    ``cancelled()``: the task has run in part. Of a task that never started the error is the standard
+    ``CancelledError``, which catches this one too.
+    """
+
+
+class DeviceOutOfServiceError(ManagedExecError, torch.AcceleratorError):
+    """Every device that could have run a task broke earlier, and is out of service. The text says when and why.
+
+    The machine's fault. The task did not run. The pool goes on with what it has left; a broken GPU is back in a new
+    process.
     """
 
 

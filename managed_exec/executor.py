@@ -9,6 +9,9 @@ The executor owns the queue, the loads and the threads; each worker has its own 
 3. ``TaskQueue._lock``: the tasks that wait.
 4. ``DeviceLoads._lock``: the bookings. A leaf.
 5. ``Footprints._lock``: what was learned of the tasks' memory. A leaf, taken beside no other.
+
+The watchdog takes the first two to replace a thread, and has no lock of its own that anyone waits for. A future's own
+lock is a leaf too.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import thread as stock
 from contextvars import copy_context
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, Literal, TypeVar, cast
+
+import torch
 
 from managed_exec.config import (
     allowed_positions,
@@ -44,9 +48,12 @@ from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.options import ANY, NO_OPTIONS, Need, TaskOptions, options_of
 from managed_exec.scheduling.appraisal import Appraiser
 from managed_exec.scheduling.footprints import Footprints
+from managed_exec.scheduling.health import DeviceHealth
 from managed_exec.scheduling.loads import DeviceLoads
 from managed_exec.scheduling.placement import Placement
 from managed_exec.scheduling.queue import TaskQueue
+from managed_exec.scheduling.threads import start_thread
+from managed_exec.scheduling.watchdog import Watchdog
 from managed_exec.scheduling.worker import Worker
 from managed_exec.sizes import format_bytes
 from managed_exec.task import Task
@@ -116,6 +123,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         self._make_context: Callable[[], DeviceContext] = partial(DeviceContext, self._devices)
         limits: Limits | None = None
         holds_back = False  # tasks, by what earlier ones of their functions have needed
+        withdraw: Callable[[torch.device], None] | None = None
         self._policy_holders: weakref.WeakSet[object] | None = None
         if memory is not False and self._accelerators:
             holder = None if memory is None else self
@@ -124,6 +132,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             self._make_context = partial(ManagedContext, self._devices, manager)
             limits = manager.limits
             holds_back = manager.policy.admission == "learned"
+            withdraw = limits.withdraw
         self._loads = DeviceLoads(
             self._devices, tasks_per_device, place, partial(_capacity_bytes, self._devices, limits)
         )
@@ -134,6 +143,10 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             self._appraiser = Appraiser(self._devices, self._loads, self._footprints, measures, holds_back)
         self._tasks = TaskQueue(self._loads, self._appraiser if len(self._devices) > 1 or holds_back else None)
         self._work_queue = cast("Any", self._tasks)  # where the standard pool's shutdown looks for tasks to cancel
+        self._health = DeviceHealth(self._devices, self._loads, withdraw)
+        self._watchdog = Watchdog(
+            self._workers, self._shutdown_lock, self._tasks, f"{self._thread_name_prefix}_watchdog"
+        )
         self._sampler: DeviceSampler | None = None  # runs from the first submit on, where there is a choice of devices
         # Tasks submitted and not yet known to be done with, and those done with since; the first is guarded by the
         # shutdown lock. A thread is started when there are more tasks than threads: counting idle threads instead
@@ -164,6 +177,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             options,
             ANY if options is NO_OPTIONS else self._need_of(options),
         )
+        task.future.watcher = self._watchdog
         with self._shutdown_lock, stock._global_shutdown_lock:
             if self._broken:
                 raise stock.BrokenThreadPool(self._broken)
@@ -200,7 +214,9 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         return need
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        super().shutdown(wait, cancel_futures=cancel_futures)
+        super().shutdown(False, cancel_futures=cancel_futures)
+        if wait:
+            self._join_workers()
         if self._policy_holders is not None:
             self._policy_holders.discard(self)  # another pool may bring another policy now
         sampler = self._sampler
@@ -208,15 +224,29 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             sampler.wake.put(None)
             if wait:
                 sampler.thread.join()
+        if wait:
+            self._watchdog.join()
 
     shutdown.__doc__ = ThreadPoolExecutor.shutdown.__doc__
+
+    def _join_workers(self) -> None:
+        """Wait for all threads, also those that take the places of others meanwhile; not for those given up."""
+        joined: set[threading.Thread] = set()
+        while True:
+            with self._shutdown_lock:
+                threads = self._workers - joined
+            if not threads:
+                return
+            for thread in threads:
+                thread.join()
+            joined |= threads
 
     def _start_worker(self) -> None:
         """Start one more worker. The first two locks are held."""
         if not self._workers and len(self._accelerators) > 1:
             self._sampler = DeviceSampler(self._devices, self._loads, f"{self._thread_name_prefix}_sampler")
-            self._start_thread(self._sampler.thread, self._sampler.wake)
-        tasks = self._tasks
+            start_thread(self._sampler.thread, self._sampler.wake)
+        tasks, watchdog = self._tasks, self._watchdog
         wake = None if self._sampler is None else self._sampler.wake
 
         def wake_all(_: object) -> None:
@@ -232,18 +262,11 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             self._make_context,
             self._loads,
             self._appraiser,
+            watchdog,
+            self._health,
             *self._thread_initializer,
         )
-        thread = threading.Thread(target=worker.run, name=f"{self._thread_name_prefix}_{len(self._workers)}")
-        self._start_thread(thread, tasks)
-        self._workers.add(thread)
-
-    @staticmethod
-    def _start_thread(thread: threading.Thread, wake: SimpleQueue[Any] | TaskQueue) -> None:
-        """Start *thread* and have the interpreter wake it through *wake*, and wait for it, when it exits."""
-        thread.start()
-        threads_queues = cast("MutableMapping[threading.Thread, Any]", stock._threads_queues)
-        threads_queues[thread] = wake
+        watchdog.start_worker(worker, f"{self._thread_name_prefix}_{len(self._workers)}")
 
 
 def _capacity_bytes(devices: Sequence[Device], limits: Limits | None, position: int) -> int:

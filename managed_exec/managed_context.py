@@ -41,15 +41,18 @@ class ManagedContext(DeviceContext):
         self._manager = manager
         self._adopting = AdoptingMode(manager)
         self._owner: Owner | None = None  # between enter and leave
+        self._flights = manager.table.flights  # this thread's
 
     def enter(self, position: int, task_id: int, submitter: SubmitterStreams | None) -> None:
         owner = self._owner = ownership.thread.owner = Owner(
             f"task {task_id}", self._bindings[position][0], self._rebind
         )
         self._manager.table.running.add(owner)
+        self._flights.future = self.future
         super().enter(position, task_id, submitter)
 
     def leave(self) -> None:
+        self._flights.future = None  # what is left to do is not the task's, and must be done
         try:
             super().leave()
         finally:
@@ -67,7 +70,7 @@ class ManagedContext(DeviceContext):
     def _rebind(self, target: torch.device) -> None:
         """Let the task follow a call of its own to *target*, if that takes one more task."""
         position = next((i for i, (device, _) in enumerate(self._bindings) if device == target), self.position)
-        if position == self.position or not self.move_booking(self.position, position):
+        if position == self.position or self.future is None or not self.move_booking(self.future, position):
             return
         before = self.stream
         self.position, self.device = position, target

@@ -37,6 +37,8 @@ class TaskOptions:
             each. None: anywhere.
         priority: tasks with a higher one start first.
         retries: how often a task may be run again, which *on_oom* ``"retry"`` needs: only for tasks that may run twice.
+        timeout: seconds that a run of the task may take, from its start; then it is told to stop, with
+            ``TaskTimeoutError``. None: as long as it takes.
         on_oom: what to do when a task runs out of device memory: ``"raise"``; ``"retry"``: run it again, alone on a
             device; ``"cpu"``: run it again on the CPU.
 
@@ -48,6 +50,7 @@ class TaskOptions:
     device: DeviceChoice | None = None
     priority: int = 0
     retries: int = 0
+    timeout: float | None = None
     on_oom: OnOom = "raise"
 
     def __post_init__(self) -> None:
@@ -58,6 +61,11 @@ class TaskOptions:
                 raise TypeError(f"{name}: expected an int, got {value!r}")
         if self.retries < 0:
             raise ValueError(f"retries: expected 0 or more, got {self.retries}")
+        if self.timeout is not None:
+            if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)):
+                raise TypeError(f"timeout: expected seconds or None, got {self.timeout!r}")
+            if not self.timeout > 0:
+                raise ValueError(f"timeout: expected more than 0 seconds, or None for no end, got {self.timeout}")
         if self.on_oom not in _ON_OOM:
             raise ValueError(f"on_oom: expected one of {', '.join(_ON_OOM)}, got {self.on_oom!r}")
         if self.on_oom == "retry" and not self.retries:
@@ -125,6 +133,7 @@ class GpuTask(Protocol[P, R_co]):
         device: DeviceChoice | None = ...,
         priority: int = ...,
         retries: int = ...,
+        timeout: float | None = ...,
         on_oom: OnOom = ...,
     ) -> GpuTask[P, R_co]:
         """Return a variant with other options, for one call; what is not named stays."""
@@ -139,6 +148,7 @@ def gpu_task(
     device: DeviceChoice | None = None,
     priority: int = 0,
     retries: int = 0,
+    timeout: float | None = None,
     on_oom: OnOom = "raise",
 ) -> Callable[[Callable[P, R_co]], GpuTask[P, R_co]]: ...
 def gpu_task(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextvars import Context
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 
 from managed_exec.context import current_context
+from managed_exec.future import Stop, TaskFuture
 from managed_exec.inheritance import SubmitterModes, SubmitterStreams
 from managed_exec.options import ANY, NO_OPTIONS, Need, TaskOptions
 
@@ -34,7 +35,7 @@ class Task:
         options: TaskOptions = NO_OPTIONS,
         need: Need = ANY,
     ) -> None:
-        self.future: Future[Any] = Future()
+        self.future: TaskFuture[Any] = TaskFuture()
         self.id = task_id
         self.fn: Any = fn  # None once the task has run, as the next three
         self.args: Any = args
@@ -51,19 +52,55 @@ class Task:
         self.fn = self.args = self.kwargs = self.context = None
 
 
-class CurrentTask(NamedTuple):
-    """The task that the calling thread runs.
-
-    ``device`` is where a bare ``"cuda"`` goes, ``stream`` its stream there (None on the CPU), ``id`` a number unique
-    in the pool, in order of submission.
-    """
+class _Facts(NamedTuple):
+    """What does not change while a task runs, but for a call of it that is made on another device."""
 
     device: torch.device
     stream: torch.Stream | None
     id: int
 
 
+class CurrentTask(_Facts):
+    """The task that the calling thread runs.
+
+    ``device`` is where a bare ``"cuda"`` goes, ``stream`` its stream there (None on the CPU), ``id`` a number unique
+    in the pool, in order of submission.
+    """
+
+    # Weak: a task may return this, and its future would otherwise refer to itself.
+    _future: ref[TaskFuture[Any]] | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the task is to stop: ``cancel()`` of its future was called, or its timeout is over."""
+        return self._stop is not None
+
+    def checkpoint(self) -> None:
+        """Stop the task here if it is to stop.
+
+        Raises:
+            TaskCancelledError: ``cancel()`` of the task's future was called while it ran.
+            TaskTimeoutError: its timeout is over.
+        """
+        stop = self._stop
+        if stop is not None:
+            raise stop.new_error()
+
+    @property
+    def _stop(self) -> Stop | None:
+        future = None if self._future is None else self._future()
+        return None if future is None else future.stop
+
+    def __getstate__(self) -> None:
+        """Pickle the facts alone: the flag belongs to this process."""
+
+
 def current_task() -> CurrentTask | None:
     """Return the task that the calling thread runs; None outside a task, in threads a task starts included."""
     context = current_context()
-    return None if context is None else CurrentTask(context.device, context.stream, context.task_id)
+    if context is None:
+        return None
+    task = CurrentTask(context.device, context.stream, context.task_id)
+    if context.future is not None:
+        task._future = ref(context.future)
+    return task

@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("memory",),
     ("devices",),
     ("sim",),
+    ("future",),
     ("errors", "events", "sizes"),
 )
 LEVELS = {part: level for level, parts in enumerate(LAYERS) for part in parts}

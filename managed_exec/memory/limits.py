@@ -19,9 +19,10 @@ class Limits:
 
     def __init__(self) -> None:
         self.policy = MemoryPolicy()
-        self._lock = threading.Lock()  # guards the dictionary; a leaf
+        self._lock = threading.Lock()  # guards the two below; a leaf
         # Bytes that may be used and bytes there are; in the order in which pools came with the devices.
         self._limits: dict[torch.device, tuple[int, int]] = {}
+        self._withdrawn: set[torch.device] = set()  # those found broken, until a pool comes with them again
 
     def add(self, devices: list[torch.device]) -> None:
         """Allow the use of *devices*, and have their allocators keep the limit.
@@ -30,6 +31,7 @@ class Limits:
             ValueError: the allocator of such a device keeps no limit.
         """
         with self._lock:
+            self._withdrawn.difference_update(devices)
             for device in devices:
                 total = AcceleratorDevice(device).memory().total_bytes
                 if device not in self._limits or total != self._limits[device][0]:  # the simulator, enabled anew
@@ -46,11 +48,17 @@ class Limits:
                     _lift_limit(device, limit, total)
             self._limits.clear()
 
+    def withdraw(self, device: torch.device) -> None:
+        """Send nothing to *device* any more, which broke."""
+        with self._lock:
+            self._withdrawn.add(device)
+
     def peers(self, device: torch.device) -> list[torch.device]:
-        """Return the other devices of the same kind that there are."""
+        """Return the other devices of the same kind that there are and that work."""
         count = torch.accelerator.device_count()
         with self._lock:
-            return [peer for peer in self._limits if peer.type == device.type and device.index != peer.index < count]
+            there = [peer for peer in self._limits if peer.type == device.type and device.index != peer.index < count]
+            return [peer for peer in there if peer not in self._withdrawn]
 
     def total_bytes(self, device: torch.device) -> int:
         """Return what may be used of *device*, free or not."""

@@ -5,6 +5,8 @@ oldest task first. So while one makes room nobody else spills what it has gather
 what is resident then is its own operands, what is movable (it moves it) and what kernels in flight use (it waits for
 them: they end, or fail for want of room and give up their operands before they queue here).
 
+Who waits for the turn is woken when it ends. A task that is to stop is not: it looks for itself now and then.
+
 A thread that holds the turn waits only for kernels in flight and, for a bounded time, for other tasks' memory.
 """
 
@@ -13,15 +15,19 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+# How often a thread that waits for the turn looks whether its task is to stop.
+_LOOK_S = 0.1
 
 
 class Turns:
     """The turns of one device."""
 
-    def __init__(self, condition: threading.Condition) -> None:
+    def __init__(self, condition: threading.Condition, check_stop: Callable[[], None]) -> None:
         self._condition = condition  # its lock guards the fields below
+        self._check_stop = check_stop  # raises if the calling thread's task is to stop
         self._waiting: list[tuple[int, int]] = []  # a heap of age and arrival
         self._holder: int | None = None  # the thread that has the turn
         self._arrivals = itertools.count()
@@ -43,7 +49,8 @@ class Turns:
             heapq.heappush(self._waiting, ticket)
             try:
                 while self._holder is not None or self._waiting[0] != ticket:
-                    self._condition.wait()
+                    self._check_stop()
+                    self._condition.wait(_LOOK_S)
             except BaseException:
                 self._waiting.remove(ticket)
                 heapq.heapify(self._waiting)

@@ -113,6 +113,7 @@ class Relief:
         Raises:
             DeviceMemoryError: there is no room and none can be made; the text lists who holds what.
             ElsewhereError: there is room on another device, and the call may be made there.
+            TaskCancelledError, TaskTimeoutError: the task is to stop; it waits no longer.
         """
         task = ownership.thread.owner
         if task is None and operands:
@@ -183,7 +184,7 @@ class Relief:
     def _turns_of(self, device: torch.device) -> Turns:
         with self._table.lock:
             if device not in self._turns:
-                self._turns[device] = Turns(self._table.changed)
+                self._turns[device] = Turns(self._table.changed, self._table.check_stop)
             return self._turns[device]
 
     def _make_room(self, request: _Request, vain: int) -> bool:
@@ -294,6 +295,7 @@ class Relief:
         with self._table.lock:
             landed = self._table.landed
             while True:
+                self._table.check_stop()
                 others = [r for r in self._table.live() if r.device == request.device and r not in request.operands]
                 others = [r for r in others if r.residency in ON_DEVICE]
                 movable = [r for r in others if r not in unplaced]

@@ -8,9 +8,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
+from managed_exec.future import TaskFuture
 from managed_exec.memory import owner as ownership
 from managed_exec.memory.owner import Owner
 from managed_exec.memory.record import MOVING, Record, Residency
@@ -73,16 +75,37 @@ class RecordTable:
 
         Takes no lock, for it is on the way of every kernel. Whoever frees a storage sets its state first and looks at
         the kernels in flight then; a kernel is noted first and looks at the states then. So one sees the other.
+
+        Raises:
+            TaskCancelledError, TaskTimeoutError: the thread's task is to stop; nothing is noted.
         """
-        self._thread.in_flight.append(records)
+        flights = self._thread.flights
+        if flights.future is not None and flights.future.stop is not None:
+            raise flights.future.stop.new_error()
+        flights.records.append(records)
 
     def land(self) -> None:
         """Note that the calling thread's last kernel has ended: what it made has a record, or is gone."""
-        self._thread.in_flight.pop()
+        self._thread.flights.records.pop()
         self.landed += 1
         if self.waiting:
             with self.lock:
                 self.changed.notify_all()
+
+    @property
+    def flights(self) -> Flights:
+        """The calling thread's kernels in flight."""
+        return self._thread.flights
+
+    def check_stop(self) -> None:
+        """Stop a wait of the calling thread's task if the task is to stop. Who waits looks every now and then.
+
+        Raises:
+            TaskCancelledError, TaskTimeoutError: it is.
+        """
+        future = self._thread.flights.future
+        if future is not None and future.stop is not None:
+            raise future.stop.new_error()
 
     def in_use(self) -> set[Record]:
         """Return the records that kernels in flight use. The lock is held."""
@@ -100,7 +123,7 @@ class RecordTable:
 
     def is_nested(self) -> bool:
         """Return whether the calling thread is in a kernel that uses records, whose end it must not wait for."""
-        return any(self._thread.in_flight)
+        return any(self._thread.flights.records)
 
     def wait_settled(self, record: Record) -> None:
         """Wait until *record* is not on its way anywhere; whoever moves it says so. The lock is held."""
@@ -132,9 +155,11 @@ class RecordTable:
 class Flights:
     """The kernels of one thread that are in flight, each with its records; several where one runs inside another."""
 
-    __slots__ = ("__weakref__", "records")
+    __slots__ = ("__weakref__", "future", "records")
 
     def __init__(self) -> None:
+        # Of the task that the thread runs: here it is at hand before every kernel, those of a backward pass included.
+        self.future: TaskFuture[Any] | None = None
         self.records: list[Sequence[Record]] = []  # changed by its thread alone, in single steps
 
 
@@ -148,7 +173,6 @@ class _Thread(threading.local):
 
     def __init__(self, lock: threading.RLock, all_flights: weakref.WeakSet[Flights]) -> None:
         self.flights = Flights()
-        self.in_flight = self.flights.records
         with lock:
             all_flights.add(self.flights)
 

@@ -90,7 +90,9 @@ class Appraiser:
             out_of_memory: then it needs more than it had; twice as much is expected from now on.
         """
         footprints = self._footprints
-        if not (self._measures and footprints.enabled):
+        if (
+            not (self._measures and footprints.enabled) or task.fn is None
+        ):  # it was given up, and has let go of its call
             return
         try:
             name = function_name(task.fn)

@@ -6,7 +6,9 @@ Guarantees:
 - Two tasks never choose by the same state: each choice sees all bookings before it, whatever the telemetry lag. (A
   placement of the user's runs without the lock; after it was overtaken many times in a row, its choice is taken.)
 - What ``book`` took, ``give_back`` returns; the caller pairs them in ``try``/``finally``.
-- What is reserved for running tasks, for they say so or it was learned, is never more than a device has.
+- What is reserved for running tasks, for they say so or it was learned, is never more than a device has. A task that
+  was given up no longer counts as running, but what it has reserved stays reserved until its thread has really ended.
+- A device that is out of service gets no task any more. A task that only such devices would take is refused, not held.
 - ``book`` never waits for a task to end. A task that asks for nothing finds a device at once, unless all are being
   drained: a pool has no more workers than its devices take tasks, and each worker books once at a time.
 """
@@ -18,9 +20,12 @@ import threading
 from collections.abc import Callable, Sequence
 
 from managed_exec.devices import Device, DeviceMemory
-from managed_exec.errors import PlacementError
+from managed_exec.errors import DeviceOutOfServiceError, PlacementError
 from managed_exec.options import ANY, Need
 from managed_exec.scheduling.placement import PLACEMENTS, DeviceSnapshot, Placement, PlacementRequest
+
+# What a device is kept for that is out of service: no task's need is this one.
+_NOBODY = Need(allowed=frozenset())
 
 # How often a placement that is not ours is asked again because the state it saw has changed meanwhile.
 _MAX_STALE_CHOICES = 8
@@ -48,14 +53,16 @@ class DeviceLoads:
         self._expected = [0] * len(devices)  # bytes, by position: the reserved ones and guesses
         # Bytes, by position; asked for once, without the lock, when the need of a task is known or guessed.
         self._capacities: list[int] | None = None
-        # By position, the need that a device takes no other tasks for: one that waits for it, or runs there alone.
+        # By position, the need that a device takes no other tasks for: one that waits for it, or runs there alone, or
+        # nobody's, if it is out of service.
         self._kept_for: dict[int, Need] = {}
+        self._out_of_service: dict[int, str] = {}  # by position: which device, since when and why
         # The state of each device, by position, but for the tasks and reservations that have changed since: these are
         # filled in when a choice needs them. Whether any have is said by ``_changed``.
         self._snapshots = [DeviceSnapshot(device.torch_device, i, 0) for i, device in enumerate(devices)]
         self._changed: set[int] = set()  # positions
         self._placed = 0  # bookings ever made among several devices; also the version of the state a choice was made by
-        self._used: set[int] = set()  # positions ever booked
+        self._used: set[int] = set()  # positions ever booked; the only device of a pool is not noted
         self.on_busy: Callable[[], None] | None = None  # called, without the lock, when a first task starts
 
     def snapshots(self) -> list[DeviceSnapshot]:
@@ -66,7 +73,7 @@ class DeviceLoads:
     def was_used(self, position: int) -> bool:
         """Return whether a task was ever booked on the device at *position*."""
         with self._lock:
-            return position in self._used
+            return position in self._used or len(self._running) == 1
 
     @property
     def running(self) -> int:
@@ -84,10 +91,10 @@ class DeviceLoads:
         return max(capacity for i, capacity in enumerate(capacities) if need.takes(i))
 
     def has_room(self, need: Need) -> bool:
-        """Return whether a device would take a task with this *need* now."""
+        """Return whether it is no use to wait: a device would take a task with this *need* now, or none ever will."""
         self._know_capacities(need)
         with self._lock:
-            return bool(self._candidates(need))
+            return bool(self._candidates(need)) or self._is_hopeless(need)
 
     def book(self, last_position: int | None, need: Need = ANY) -> int | None:
         """Choose a device for one more task, book the task there and return the device's position.
@@ -101,6 +108,7 @@ class DeviceLoads:
 
         Raises:
             PlacementError: the placement raised, or did not return the position of a device it was offered.
+            DeviceOutOfServiceError: only devices would take it that are out of service.
         """
         if need is not ANY:
             self._know_capacities(need)
@@ -112,6 +120,7 @@ class DeviceLoads:
                     return 0
                 candidates = self._candidates(need)
                 if not candidates:
+                    self._check_hope(need)
                     return None
                 position = self._placement(candidates, self._request(last_position, need))
                 first = self._note_booking(position, need)
@@ -133,6 +142,37 @@ class DeviceLoads:
                 self._reserve(position, need, -1)
                 if need.alone:
                     self._forget_kept(need)
+
+    def give_back_place(self, position: int, need: Need) -> None:
+        """Undo a ``book`` but for the bytes it has reserved: the task was given up, and may still hold them."""
+        with self._lock:
+            self._running[position] -= 1
+            self._changed.add(position)
+            if need.alone:
+                self._forget_kept(need)
+
+    def give_back_bytes(self, position: int, need: Need) -> None:
+        """Undo the rest of a ``book``: the thread of the task that was given up has ended."""
+        with self._lock:
+            self._reserve(position, need, -1)
+            self._changed.add(position)
+
+    def take_out(self, position: int, reason: str) -> bool:
+        """Let no task start any more on the device at *position*; return False if it was out of service before.
+
+        Args:
+            reason: which device, since when and why.
+        """
+        with self._lock:
+            if position in self._out_of_service:
+                return False
+            self._out_of_service[position] = reason
+            self._kept_for[position] = _NOBODY
+            return True
+
+    def is_out(self, position: int) -> bool:
+        """Return whether the device at *position* is out of service."""
+        return position in self._out_of_service
 
     def keep_for(self, need: Need) -> None:
         """Let no other tasks start on the device that will soonest have room for *need*, until it is booked."""
@@ -176,8 +216,9 @@ class DeviceLoads:
             with self._lock:
                 candidates = self._candidates(need)
                 request = self._request(last_position, need)
-            if not candidates:
-                return None
+                if not candidates:
+                    self._check_hope(need)
+                    return None
             position = self._checked_choice(candidates, request)
             with self._lock:
                 # A slow placement among many workers might never see a still state; after a while any choice with
@@ -211,6 +252,22 @@ class DeviceLoads:
         if not need.reserves:
             return True
         return reserved == 0 if need.unknown else reserved + need.n_bytes <= self._capacity(position)
+
+    def _is_hopeless(self, need: Need) -> bool:
+        """Return whether no device that is in service will ever take a task with this *need*. The lock is held."""
+        return bool(self._out_of_service) and not any(
+            need.takes(i) and i not in self._out_of_service and self._fits(i, need, 0)
+            for i in range(len(self._running))
+        )
+
+    def _check_hope(self, need: Need) -> None:
+        """Raise if a task with this *need* would wait for ever. The lock is held."""
+        if self._is_hopeless(need):
+            raise DeviceOutOfServiceError(
+                "no device that would take the task is in service. Out of service: "
+                f"{'; '.join(self._out_of_service.values())}. Make a new pool of the devices that work; a broken GPU "
+                "is back in a new process"
+            )
 
     def _forget_kept(self, need: Need) -> None:
         """Keep no device for *need* any more. The lock is held."""

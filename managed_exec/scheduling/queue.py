@@ -114,6 +114,7 @@ class TaskQueue:
             try:
                 position = self._loads.book(last_position, task.need)
             except BaseException as error:  # noqa: BLE001 whatever the placement raises is the task's
+                self._loads.keep_no_longer(task.need)
                 try:
                     return task, None, error
                 finally:

@@ -5,7 +5,9 @@ The life of a task in its worker, in this order, so that whoever sees the future
     book a device -> future running -> enter the device context -> call -> wait for its device work
         -> leave the context -> give the booking back -> drop arguments -> future done
 
-A task that ran out of device memory, and may run again, goes back to the queue instead of the last two steps.
+A task that ran out of device memory, and may run again, goes back to the queue instead of the last two steps. A task
+that is to stop and does not return is given up by the watchdog, which does the last three; its worker, when the task
+does return, finds that its place is taken, and ends.
 
 A worker refers to its executor only weakly, so that a pool nobody holds any more can be collected and its workers end.
 """
@@ -18,20 +20,27 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import thread as stock
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from managed_exec.context import DeviceContext
 from managed_exec.devices import CpuDevice
-from managed_exec.options import ANY, NO_OPTIONS
+from managed_exec.errors import TaskCancelledError, TaskTimeoutError
+from managed_exec.future import TaskFuture
+from managed_exec.options import NO_OPTIONS
 from managed_exec.scheduling.appraisal import Appraiser
+from managed_exec.scheduling.health import DeviceHealth
 from managed_exec.scheduling.loads import DeviceLoads
 from managed_exec.scheduling.queue import TaskQueue
+from managed_exec.scheduling.threads import WorkerThread
+from managed_exec.scheduling.watchdog import Watchdog
 from managed_exec.task import Task
+from managed_exec.tensors.backward import drop_failed_passes
 
 _log = logging.getLogger("concurrent.futures")  # where the standard pool reports what befalls a worker
+
+_STOPPED = (TaskCancelledError, TaskTimeoutError)
 
 
 class WorkerOwner(Protocol):
@@ -53,8 +62,11 @@ class Worker:
         make_context: Callable[[], DeviceContext],
         loads: DeviceLoads,
         appraiser: Appraiser | None,
+        watchdog: Watchdog,
+        health: DeviceHealth,
         initializer: Callable[..., object] | None,
         initargs: tuple[Any, ...],
+        first: tuple[Task, BaseException] | None = None,
     ) -> None:
         self._owner = owner
         self._tasks = tasks
@@ -63,13 +75,27 @@ class Worker:
         self._make_context = make_context
         self._loads = loads
         self._appraiser = appraiser
+        self._watchdog = watchdog
+        self._running = watchdog.running
+        self._clocks = watchdog.clocks
+        self._health = health
         self._initializer = initializer
         self._initargs = initargs
+        self._first = first  # a task that was given up, and its error: what to begin with
+        self.thread: WorkerThread  # set by the watchdog, which starts it
+        self._was_given_up = False
         self._last_position: int | None = None
         self._on_cpu: DeviceContext | None = None  # for tasks that run out of device memory and may go on there
 
     def run(self) -> None:
         """Be the target of the worker's thread."""
+        try:
+            self.finish_first()
+            self._run()
+        finally:
+            self._watchdog.note_worker_end(self)
+
+    def _run(self) -> None:
         if self._initializer is not None:
             try:
                 self._initializer(*self._initargs)
@@ -81,7 +107,8 @@ class Worker:
                 return
         try:
             context = self._make_context()
-            while True:
+            context.move_booking = self._move_booking
+            while not self._was_given_up:
                 taken = self._tasks.take(self._last_position)
                 if taken is not None:
                     if self._run_task(*taken, context):
@@ -110,18 +137,26 @@ class Worker:
         # Of a task that has run once the future says running already. Of one that was cancelled, those who wait for it
         # are told so by this call.
         may_run = task.attempts > 0 or task.future.set_running_or_notify_cancel()
-        if position is None or not may_run:
+        if task.attempts > 0 and error is None and task.future.stop is not None:
+            error = task.future.stop.new_error()  # it was told to stop between two runs
+        if position is None or not may_run or error is not None:
             if position is not None:
                 self._give_back(position, task)
             if may_run:
                 _finish(task, None, error)
             del error, task
             return True
-        move = self._loads.move
-        context.move_booking = move if task.need is ANY else partial(move, need=task.need)
         result: Any = None
+        report: BaseException | None = None  # what the device said besides
+        is_mine = True  # whether it is still this worker that finishes the task
+        self._running[task.future] = self, task, position
+        if task.options is not NO_OPTIONS:
+            self._start_clock(task)
         try:
-            result, error = _run_bound(task, context, position)
+            result, error, report = _run_bound(task, context, position)
+            if error is not None and (is_device_error(error) or report is not None):
+                # While its place there is still taken, so that no other task gets it.
+                self._health.examine(task.id, error if report is None else report)
             # Before the booking is given back, so that whoever finds its room knows what this task has shown.
             appraiser = self._appraiser
             if appraiser is not None and (context.peak_bytes or error is not None or appraiser.holds_back):
@@ -129,8 +164,22 @@ class Worker:
                 appraiser.learn(task, context.peak_bytes, failed=error is not None, out_of_memory=out_of_memory)
         finally:
             self._last_position = context.position  # not the one it began on, if a call of it was made elsewhere
-            self._give_back(context.position, task)
-        if error is not None and task.options is not NO_OPTIONS and is_out_of_memory(error):
+            if self._running.pop(task.future, None) is not None:
+                if self._clocks:
+                    self._clocks.pop(task.future, None)
+                self._give_back(context.position, task)
+            else:
+                is_mine = False
+                self._end_given_up(task, context.position)
+        if not is_mine:
+            del error, report, result, task
+            return False
+        if (
+            error is not None
+            and task.options is not NO_OPTIONS
+            and task.future.stop is None
+            and is_out_of_memory(error)
+        ):
             if task.options.on_oom == "retry" and task.attempts < task.options.retries:
                 drop_frames(error)
                 del error
@@ -141,11 +190,72 @@ class Worker:
             if task.options.on_oom == "cpu":
                 drop_frames(error)
                 error = None
-                result, error = _run_bound(task, self._cpu_context(), 0)
+                self._running[task.future] = self, task, None
+                self._start_clock(task)
+                result, error, _ = _run_bound(task, self._cpu_context(), 0)
+                if self._running.pop(task.future, None) is None:
+                    self._was_given_up = True
+                    del error, result, task
+                    return False
+                self._clocks.pop(task.future, None)
         _finish(task, result, error)
         # The traceback of the error refers to this frame, and so to whatever this frame still refers to.
-        del error, result, task
+        del error, report, result, task
         return True
+
+    def _start_clock(self, task: Task) -> None:
+        if task.options.timeout is not None:
+            self._watchdog.start_clock(task.future, task.options.timeout)
+
+    def _end_given_up(self, task: Task, position: int) -> None:
+        """End the run of a task that was given up, which the watchdog has made another worker finish."""
+        self._loads.give_back_bytes(position, task.need)
+        self._tasks.look_again()
+        self._was_given_up = True
+
+    def _move_booking(self, future: TaskFuture[Any], to_position: int) -> bool:
+        """Book the running task of *future* on another device; return whether that took it."""
+        run = self._running.pop(future, None)  # so that the watchdog does not give back what is on its way
+        if run is None:
+            return False
+        _, task, position = run
+        try:
+            if position is None or not self._loads.move(position, to_position, task.need):
+                return False
+            run = self, task, to_position
+            self._tasks.look_again()  # there is room where the task was
+            return True
+        finally:
+            self._running[future] = run
+
+    def release(self, task: Task, position: int | None) -> None:
+        """Free the place of *task*, which is given up, on the device at *position*; called by the watchdog."""
+        if position is not None:
+            self._loads.give_back_place(position, task.need)
+            self._tasks.look_again()
+
+    def successor(self, task: Task, error: BaseException) -> Worker:
+        """Return a worker to go on in the place of this one, whose first act is to fail *task* with *error*."""
+        return Worker(
+            self._owner,
+            self._tasks,
+            self._done_with,
+            self._make_context,
+            self._loads,
+            self._appraiser,
+            self._watchdog,
+            self._health,
+            self._initializer,
+            self._initargs,
+            (task, error),
+        )
+
+    def finish_first(self) -> None:
+        """Finish the task that was given up before this worker came, if any: its callbacks run here."""
+        if self._first is not None:
+            first, self._first = self._first, None
+            _finish(first[0], None, first[1])
+            self._done_with.append(None)
 
     def _give_back(self, position: int, task: Task) -> None:
         self._loads.give_back(position, task.need)
@@ -164,7 +274,7 @@ def _finish(task: Task, result: Any, error: BaseException | None) -> None:
         if error is None:
             task.future.set_result(result)
         else:
-            if is_out_of_memory(error):
+            if isinstance(error, _STOPPED) or is_out_of_memory(error):
                 drop_frames(error)
             task.future.set_exception(error)
     except BaseException:  # noqa: BLE001 a done callback's; the future is done, and later tasks need this worker
@@ -173,13 +283,17 @@ def _finish(task: Task, result: Any, error: BaseException | None) -> None:
         del error, result, task
 
 
-def _run_bound(task: Task, context: DeviceContext, position: int) -> tuple[Any, BaseException | None]:
-    """Run *task* on the device at *position*; return its result, or what it or its device raised."""
+def _run_bound(
+    task: Task, context: DeviceContext, position: int
+) -> tuple[Any, BaseException | None, BaseException | None]:
+    """Run *task* on the device at *position*; return its result, or what it raised, and what its device has raised."""
     result: Any = None
     error: BaseException | None = None
+    report: BaseException | None = None
     # The call is written out here, for each frame between this one and the task's would keep its arguments alive as
     # long as the error of a failed task lives.
     try:
+        context.future = task.future
         context.enter(position, task.id, task.streams)
         modes = task.modes or context.fresh_modes
         if task.context is None:  # nothing is inherited
@@ -197,15 +311,18 @@ def _run_bound(task: Task, context: DeviceContext, position: int) -> tuple[Any, 
             context.share(result, task.streams)
     except BaseException as raised:  # noqa: BLE001 likewise; containers in a result run code of the user's
         result = None
+        report = raised
         if error is None:
             error = raised
         else:
             # The task's own error comes first; what its device had to say besides is most often the same.
             _log.warning("task %d failed, and then its device reported: %r", task.id, raised)
+    if error is not None and context.shares_results:  # on the CPU there is no device memory that it could keep
+        drop_failed_passes()
     try:
-        return result, error
+        return result, error, report
     finally:
-        del error, result, task
+        del error, report, result, task
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -225,11 +342,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(isinstance(link, torch.OutOfMemoryError) for link in _chain(error))
 
 
+def is_device_error(error: BaseException) -> bool:
+    """Return whether *error* is one that a broken device raises, or was raised from one."""
+    return any(isinstance(link, torch.AcceleratorError) for link in _chain(error))
+
+
 def drop_frames(error: BaseException) -> None:
     """Let go of the locals of every frame that *error*, and what it was raised from, came through.
 
     An exception keeps the frames, and so the tensors, of the task that raised it for as long as its future lives; for
-    an out-of-memory error that is the very memory that is missing. The traceback stays readable.
+    an out-of-memory error that is the very memory that is missing, and of a task that was stopped nobody wants it. The
+    traceback stays readable.
     """
     for link in _chain(error):
         traceback.clear_frames(link.__traceback__)

@@ -45,3 +45,13 @@ def run_backward(
         retain_graph = kwargs.get("create_graph", False)
     with ExitStack() as stack:
         return func(*args, **{**kwargs, "retain_graph": _RetainGraph(retain_graph, make_context, stack)})
+
+
+def drop_failed_passes() -> None:
+    """Let go of what a backward pass that failed in the calling thread has left in autograd's queue.
+
+    The nodes that were still to run, and with them the tensors they have saved, stay there until the thread's next
+    pass; this is one.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.ones((), device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]  # torch's is not annotated

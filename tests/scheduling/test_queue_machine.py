@@ -270,5 +270,5 @@ def test_bound_of_passes_by_hand() -> None:
     tasks.look_again()
     taken = tasks.take(0)
     assert taken is not None
-    assert taken.task.id == 1
+    assert taken[0].id == 1
     assert tasks.take(0) == (late, 0, None)
