@@ -8,6 +8,7 @@ The executor owns the queue, the loads and the threads; each worker has its own 
 2. the standard pool's global lock: that no worker is started while the interpreter exits.
 3. ``TaskQueue._lock``: the tasks that wait.
 4. ``DeviceLoads._lock``: the bookings. A leaf.
+5. ``Lanes._lock``: the processes that are idle. A leaf.
 """
 
 from __future__ import annotations
@@ -31,16 +32,19 @@ from managed_exec.config import (
     checked_memory,
     checked_placement,
     checked_tasks_per_device,
+    checked_workers,
 )
 from managed_exec.context import DeviceContext
-from managed_exec.devices import Device, resolve_devices
+from managed_exec.devices import CpuDevice, Device, resolve_devices
 from managed_exec.devices.discovery import DeviceLike
 from managed_exec.inheritance import SubmitterModes, SubmitterStreams
 from managed_exec.managed_context import ManagedContext
 from managed_exec.memory.limits import Limits
 from managed_exec.memory.manager import configure
+from managed_exec.memory.manager import manager as process_manager
 from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.options import ANY, NO_OPTIONS, Need, TaskOptions, options_of
+from managed_exec.scheduling.lanes import Lanes
 from managed_exec.scheduling.loads import DeviceLoads
 from managed_exec.scheduling.placement import Placement
 from managed_exec.scheduling.queue import TaskQueue
@@ -60,7 +64,8 @@ class GPUPoolExecutor(ThreadPoolExecutor):
 
     Args:
         max_workers: most tasks at once, on all devices together. By default as many as the standard pool takes, but at
-            least one for each device; with ``tasks_per_device``, exactly what the devices take.
+            least one for each device, and with processes exactly one for each; with ``tasks_per_device``, exactly what
+            the devices take.
         thread_name_prefix: as in the standard pool, like the next two.
         initializer: called once in each worker thread, outside any task.
         initargs: its arguments.
@@ -75,9 +80,14 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             error.
         inherit_context: whether context variables, grad mode, inference mode and autocast of the submitting thread
             hold in the task. False gives the standard pool's behaviour.
+        workers: ``"threads"``, or ``"processes"``: tasks run in processes of their device, so that one that crashes
+            takes no other with it, and fails with ``WorkerLostError`` (or runs again, see ``gpu_task``). What a task is
+            given and returns is pickled then; tensors arrive on the CPU, wherever they were. Context variables stay
+            here, for they cannot be pickled in general. The initializer runs in each process.
 
     Raises:
-        ValueError: a number below one, no or unknown devices, an unknown placement. The text says what is there.
+        ValueError: a number below one, no or unknown devices, an unknown placement or kind of workers. The text says
+            what is there.
         TypeError: an argument of the wrong type.
     """
 
@@ -93,13 +103,17 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         placement: str | Placement = "least-loaded",
         memory: MemoryPolicy | Literal[False] | None = None,
         inherit_context: bool = True,
+        workers: Literal["threads", "processes"] = "threads",
     ) -> None:
         tasks_per_device = checked_tasks_per_device(tasks_per_device)
         place = checked_placement(placement)
         max_workers = checked_max_workers(max_workers)
         memory = checked_memory(memory)
+        in_processes = checked_workers(workers) == "processes"
         self._devices = resolve_devices(devices)
         device_tasks = None if tasks_per_device is None else tasks_per_device * len(self._devices)
+        if max_workers is None and device_tasks is None and in_processes:
+            max_workers = len(self._devices)
         super().__init__(max_workers or device_tasks, thread_name_prefix, initializer, initargs)
         if max_workers is None and device_tasks is None:
             self._max_workers = max(self._max_workers, len(self._devices))
@@ -113,15 +127,31 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         self._make_context: Callable[[], DeviceContext] = partial(DeviceContext, self._devices)
         limits: Limits | None = None
         self._policy_holders: weakref.WeakSet[object] | None = None
-        if memory is not False and self._accelerators:
+        # Whose streams a task waits for. Tasks in processes wait when their arguments are copied.
+        self._awaited = () if in_processes else self._accelerators
+        self._lanes: Lanes | None = None
+        if in_processes:
+            policy = (memory or process_manager().policy) if memory is not False and self._accelerators else None
+            broken = weakref.WeakMethod(self._initializer_failed)
+            self._lanes = Lanes(
+                self._devices,
+                policy,
+                self._max_threads,
+                tasks_per_device,
+                initializer,
+                initargs,
+                partial(_call, broken),
+            )
+            self._thread_initializer = None, ()
+            self._make_context = partial(DeviceContext, (CpuDevice(),))
+        elif memory is not False and self._accelerators:
             holder = None if memory is None else self
             manager = configure(memory, [device.torch_device for device in self._accelerators], holder)
             self._policy_holders = manager.holders
             self._make_context = partial(ManagedContext, self._devices, manager)
             limits = manager.limits
-        self._loads = DeviceLoads(
-            self._devices, tasks_per_device, place, partial(_capacity_bytes, self._devices, limits)
-        )
+        capacity = self._lanes.capacity_bytes if self._lanes else partial(_capacity_bytes, self._devices, limits)
+        self._loads = DeviceLoads(self._devices, tasks_per_device, place, capacity)
         self._tasks = TaskQueue(self._loads)
         self._work_queue = cast("Any", self._tasks)  # where the standard pool's shutdown looks for tasks to cancel
         self._sampler: DeviceSampler | None = None  # runs from the first submit on, where there is a choice of devices
@@ -150,7 +180,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             kwargs,
             copy_context() if self._inherit_context else None,
             SubmitterModes.capture(self._devices[0].torch_device.type) if self._inherit_context else None,
-            SubmitterStreams.capture(self._accelerators) if self._accelerators else None,
+            SubmitterStreams.capture(self._awaited) if self._awaited else None,
             options,
             ANY if options is NO_OPTIONS else self._need_of(options),
         )
@@ -173,10 +203,15 @@ class GPUPoolExecutor(ThreadPoolExecutor):
     def _need_of(self, options: TaskOptions) -> Need:
         """Return what a task with *options* asks of the pool's devices."""
         need = Need(options.memory_bytes, allowed_positions(options.device, self._devices))
-        if need.n_bytes and need.n_bytes > self._loads.largest_bytes(need):
+        if need.n_bytes and need.n_bytes > (largest := self._loads.largest_bytes(need)):
             raise ValueError(
                 f"memory: the task needs {format_bytes(need.n_bytes)}, and the largest device it may run on has "
-                f"{format_bytes(self._loads.largest_bytes(need))}"
+                f"{format_bytes(largest)}"
+            )
+        if need.n_bytes and self._lanes and need.n_bytes > (largest := self._lanes.largest_bytes(need)):
+            raise ValueError(
+                f"memory: the task needs {format_bytes(need.n_bytes)}, and the limit of the memory policy leaves each "
+                f"of the processes on a device {format_bytes(largest)}; have fewer tasks there at once"
             )
         return need
 
@@ -213,8 +248,10 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             self._make_context,
             self._loads,
             *self._thread_initializer,
+            lanes=self._lanes,
         )
-        thread = threading.Thread(target=worker.run, name=f"{self._thread_name_prefix}_{len(self._workers)}")
+        work = worker.run if self._lanes is None else partial(self._lanes.serve, worker.run)
+        thread = threading.Thread(target=work, name=f"{self._thread_name_prefix}_{len(self._workers)}")
         self._start_thread(thread, tasks)
         self._workers.add(thread)
 
@@ -224,6 +261,13 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         thread.start()
         threads_queues = cast("MutableMapping[threading.Thread, Any]", stock._threads_queues)
         threads_queues[thread] = wake
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call *method* if what it is of is still there."""
+    found = method()
+    if found is not None:
+        found()
 
 
 def _capacity_bytes(devices: Sequence[Device], limits: Limits | None, position: int) -> int:

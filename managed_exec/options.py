@@ -34,7 +34,8 @@ class TaskOptions:
         device: where it may run: an index or name of one of the pool's devices, or a function that says yes or no to
             each. None: anywhere.
         priority: tasks with a higher one start first.
-        retries: how often a task may be run again, which *on_oom* ``"retry"`` needs: only for tasks that may run twice.
+        retries: how often a task may be run again: because its process was lost (``workers="processes"``), or because
+            it ran out of device memory and *on_oom* is ``"retry"``. Only for tasks that may run twice.
         on_oom: what to do when a task runs out of device memory: ``"raise"``; ``"retry"``: run it again, alone on a
             device; ``"cpu"``: run it again on the CPU.
 

@@ -41,6 +41,13 @@ class WorkerOwner(Protocol):
     def _initializer_failed(self) -> None: ...
 
 
+class TaskLanes(Protocol):
+    """Where tasks run if not in the worker's own thread. Both return the result, or what was raised instead."""
+
+    def run(self, task: Task, position: int) -> tuple[Any, BaseException | None]: ...
+    def run_on_cpu(self, task: Task) -> tuple[Any, BaseException | None]: ...
+
+
 class Worker:
     """Run tasks until the pool shuts down, is collected, or the interpreter exits."""
 
@@ -53,6 +60,7 @@ class Worker:
         loads: DeviceLoads,
         initializer: Callable[..., object] | None,
         initargs: tuple[Any, ...],
+        lanes: TaskLanes | None = None,
     ) -> None:
         self._owner = owner
         self._tasks = tasks
@@ -62,6 +70,7 @@ class Worker:
         self._loads = loads
         self._initializer = initializer
         self._initargs = initargs
+        self._lanes = lanes
         self._last_position: int | None = None
         self._on_cpu: DeviceContext | None = None  # for tasks that run out of device memory and may go on there
 
@@ -118,7 +127,11 @@ class Worker:
         context.move_booking = move if task.need is ANY else partial(move, need=task.need)
         result: Any = None
         try:
-            result, error = _run_bound(task, context, position)
+            if self._lanes is None:
+                result, error = run_bound(task, context, position)
+            else:
+                context.position = position
+                result, error = self._lanes.run(task, position)
         finally:
             self._last_position = context.position  # not the one it began on, if a call of it was made elsewhere
             self._give_back(context.position, task)
@@ -133,7 +146,10 @@ class Worker:
             if task.options.on_oom == "cpu":
                 drop_frames(error)
                 error = None
-                result, error = _run_bound(task, self._cpu_context(), 0)
+                if self._lanes is None:
+                    result, error = run_bound(task, self._cpu_context(), 0)
+                else:
+                    result, error = self._lanes.run_on_cpu(task)
         _finish(task, result, error)
         # The traceback of the error refers to this frame, and so to whatever this frame still refers to.
         del error, result, task
@@ -165,7 +181,7 @@ def _finish(task: Task, result: Any, error: BaseException | None) -> None:
         del error, result, task
 
 
-def _run_bound(task: Task, context: DeviceContext, position: int) -> tuple[Any, BaseException | None]:
+def run_bound(task: Task, context: DeviceContext, position: int) -> tuple[Any, BaseException | None]:
     """Run *task* on the device at *position*; return its result, or what it or its device raised."""
     result: Any = None
     error: BaseException | None = None
@@ -200,7 +216,7 @@ def _run_bound(task: Task, context: DeviceContext, position: int) -> tuple[Any, 
         del error, result, task
 
 
-def _chain(error: BaseException) -> list[BaseException]:
+def error_chain(error: BaseException) -> list[BaseException]:
     """Return *error* and all that it was raised from or beside."""
     chain: list[BaseException] = []
     pending: list[BaseException | None] = [error]
@@ -214,7 +230,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether *error* is an out-of-memory error, or was raised from one."""
-    return any(isinstance(link, torch.OutOfMemoryError) for link in _chain(error))
+    return any(isinstance(link, torch.OutOfMemoryError) for link in error_chain(error))
 
 
 def drop_frames(error: BaseException) -> None:
@@ -223,5 +239,5 @@ def drop_frames(error: BaseException) -> None:
     An exception keeps the frames, and so the tensors, of the task that raised it for as long as its future lives; for
     an out-of-memory error that is the very memory that is missing. The traceback stays readable.
     """
-    for link in _chain(error):
+    for link in error_chain(error):
         traceback.clear_frames(link.__traceback__)
