@@ -45,6 +45,13 @@ def checked_memory(memory: MemoryPolicy | Literal[False] | None) -> MemoryPolicy
     return memory
 
 
+def checked_workers(workers: str) -> str:
+    """Return *workers* if it names one of the two kinds."""
+    if workers not in ("threads", "processes"):
+        raise ValueError(f"workers: expected 'threads' or 'processes', got {workers!r}")
+    return workers
+
+
 def checked_flag(flag: bool, name: str) -> bool:
     """Return *flag* if it is a ``bool``."""
     if not isinstance(flag, bool):

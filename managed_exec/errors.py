@@ -84,3 +84,26 @@ class TensorLostError(ManagedExecError, torch.AcceleratorError):
 
     The machine's fault. The tensor cannot be used any more; all others are as they were.
     """
+
+
+class WorkerLostError(ManagedExecError, RuntimeError):
+    """The process that ran a task ended before the task did: killed, crashed, or ended by the task itself.
+
+    The task's fault, or that of whoever killed the process; the text has its exit code or signal. The process was
+    replaced, and no other task has noticed. What the task had done outside its process, such as files, is done.
+    """
+
+
+class NotSendableError(ManagedExecError, TypeError):
+    """A task, or its result, cannot go from one process to another; the text names the part that cannot.
+
+    The caller's fault: with ``workers="processes"`` what a task is given and returns is pickled. A task that could not
+    be sent has not run; the result of one that has is lost.
+    """
+
+
+class RemoteError(ManagedExecError, RuntimeError):
+    """Stands for an exception that a task raised in another process and that cannot be pickled. It has its text.
+
+    The task's fault. The process goes on.
+    """

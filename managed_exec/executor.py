@@ -9,6 +9,7 @@ The executor owns the queue, the loads and the threads; each worker has its own 
 3. ``TaskQueue._lock``: the tasks that wait.
 4. ``DeviceLoads._lock``: the bookings. A leaf.
 5. ``Footprints._lock``: what was learned of the tasks' memory. A leaf, taken beside no other.
+6. ``Lanes._lock``: the processes that are idle. A leaf.
 
 The watchdog takes the first two to replace a thread, and has no lock of its own that anyone waits for. A future's own
 lock is a leaf too.
@@ -36,19 +37,22 @@ from managed_exec.config import (
     checked_memory,
     checked_placement,
     checked_tasks_per_device,
+    checked_workers,
 )
 from managed_exec.context import DeviceContext
-from managed_exec.devices import Device, resolve_devices
+from managed_exec.devices import CpuDevice, Device, resolve_devices
 from managed_exec.devices.discovery import DeviceLike
 from managed_exec.inheritance import SubmitterModes, SubmitterStreams
 from managed_exec.managed_context import ManagedContext
 from managed_exec.memory.limits import Limits
 from managed_exec.memory.manager import configure
+from managed_exec.memory.manager import manager as process_manager
 from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.options import ANY, NO_OPTIONS, Need, TaskOptions, options_of
 from managed_exec.scheduling.appraisal import Appraiser
 from managed_exec.scheduling.footprints import Footprints
 from managed_exec.scheduling.health import DeviceHealth
+from managed_exec.scheduling.lanes import Lanes
 from managed_exec.scheduling.loads import DeviceLoads
 from managed_exec.scheduling.placement import Placement
 from managed_exec.scheduling.queue import TaskQueue
@@ -70,7 +74,8 @@ class GPUPoolExecutor(ThreadPoolExecutor):
 
     Args:
         max_workers: most tasks at once, on all devices together. By default as many as the standard pool takes, but at
-            least one for each device; with ``tasks_per_device``, exactly what the devices take.
+            least one for each device, and with processes exactly one for each; with ``tasks_per_device``, exactly what
+            the devices take.
         thread_name_prefix: as in the standard pool, like the next two.
         initializer: called once in each worker thread, outside any task.
         initargs: its arguments.
@@ -85,9 +90,14 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             error.
         inherit_context: whether context variables, grad mode, inference mode and autocast of the submitting thread
             hold in the task. False gives the standard pool's behaviour.
+        workers: ``"threads"``, or ``"processes"``: tasks run in processes of their device, so that one that crashes
+            takes no other with it, and fails with ``WorkerLostError`` (or runs again, see ``gpu_task``). What a task is
+            given and returns is pickled then; tensors arrive on the CPU, wherever they were. Context variables stay
+            here, for they cannot be pickled in general. The initializer runs in each process.
 
     Raises:
-        ValueError: a number below one, no or unknown devices, an unknown placement. The text says what is there.
+        ValueError: a number below one, no or unknown devices, an unknown placement or kind of workers. The text says
+            what is there.
         TypeError: an argument of the wrong type.
     """
 
@@ -103,13 +113,17 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         placement: str | Placement = "least-loaded",
         memory: MemoryPolicy | Literal[False] | None = None,
         inherit_context: bool = True,
+        workers: Literal["threads", "processes"] = "threads",
     ) -> None:
         tasks_per_device = checked_tasks_per_device(tasks_per_device)
         place = checked_placement(placement)
         max_workers = checked_max_workers(max_workers)
         memory = checked_memory(memory)
+        in_processes = checked_workers(workers) == "processes"
         self._devices = resolve_devices(devices)
         device_tasks = None if tasks_per_device is None else tasks_per_device * len(self._devices)
+        if max_workers is None and device_tasks is None and in_processes:
+            max_workers = len(self._devices)
         super().__init__(max_workers or device_tasks, thread_name_prefix, initializer, initargs)
         if max_workers is None and device_tasks is None:
             self._max_workers = max(self._max_workers, len(self._devices))
@@ -125,7 +139,24 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         holds_back = False  # tasks, by what earlier ones of their functions have needed
         withdraw: Callable[[torch.device], None] | None = None
         self._policy_holders: weakref.WeakSet[object] | None = None
-        if memory is not False and self._accelerators:
+        # Whose streams a task waits for. Tasks in processes wait when their arguments are copied.
+        self._awaited = () if in_processes else self._accelerators
+        self._lanes: Lanes | None = None
+        if in_processes:
+            policy = (memory or process_manager().policy) if memory is not False and self._accelerators else None
+            broken = weakref.WeakMethod(self._initializer_failed)
+            self._lanes = Lanes(
+                self._devices,
+                policy,
+                self._max_threads,
+                tasks_per_device,
+                initializer,
+                initargs,
+                partial(_call, broken),
+            )
+            self._thread_initializer = None, ()
+            self._make_context = partial(DeviceContext, (CpuDevice(),))
+        elif memory is not False and self._accelerators:
             holder = None if memory is None else self
             manager = configure(memory, [device.torch_device for device in self._accelerators], holder)
             self._policy_holders = manager.holders
@@ -133,12 +164,11 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             limits = manager.limits
             holds_back = manager.policy.admission == "learned"
             withdraw = limits.withdraw
-        self._loads = DeviceLoads(
-            self._devices, tasks_per_device, place, partial(_capacity_bytes, self._devices, limits)
-        )
+        capacity = self._lanes.capacity_bytes if self._lanes else partial(_capacity_bytes, self._devices, limits)
+        self._loads = DeviceLoads(self._devices, tasks_per_device, place, capacity)
         self._footprints = Footprints()
         self._appraiser: Appraiser | None = None
-        if self._accelerators:
+        if self._accelerators and not in_processes:  # whose memory is not seen here
             measures = limits is not None
             self._appraiser = Appraiser(self._devices, self._loads, self._footprints, measures, holds_back)
         self._tasks = TaskQueue(self._loads, self._appraiser if len(self._devices) > 1 or holds_back else None)
@@ -173,7 +203,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             kwargs,
             copy_context() if self._inherit_context else None,
             SubmitterModes.capture(self._devices[0].torch_device.type) if self._inherit_context else None,
-            SubmitterStreams.capture(self._accelerators) if self._accelerators else None,
+            SubmitterStreams.capture(self._awaited) if self._awaited else None,
             options,
             ANY if options is NO_OPTIONS else self._need_of(options),
         )
@@ -206,10 +236,15 @@ class GPUPoolExecutor(ThreadPoolExecutor):
     def _need_of(self, options: TaskOptions) -> Need:
         """Return what a task with *options* asks of the pool's devices."""
         need = Need(options.memory_bytes, allowed_positions(options.device, self._devices))
-        if need.n_bytes and need.n_bytes > self._loads.largest_bytes(need):
+        if need.n_bytes and need.n_bytes > (largest := self._loads.largest_bytes(need)):
             raise ValueError(
                 f"memory: the task needs {format_bytes(need.n_bytes)}, and the largest device it may run on has "
-                f"{format_bytes(self._loads.largest_bytes(need))}"
+                f"{format_bytes(largest)}"
+            )
+        if need.n_bytes and self._lanes and need.n_bytes > (largest := self._lanes.largest_bytes(need)):
+            raise ValueError(
+                f"memory: the task needs {format_bytes(need.n_bytes)}, and the limit of the memory policy leaves each "
+                f"of the processes on a device {format_bytes(largest)}; have fewer tasks there at once"
             )
         return need
 
@@ -265,8 +300,16 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             watchdog,
             self._health,
             *self._thread_initializer,
+            lanes=self._lanes,
         )
         watchdog.start_worker(worker, f"{self._thread_name_prefix}_{len(self._workers)}")
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call *method* if what it is of is still there."""
+    found = method()
+    if found is not None:
+        found()
 
 
 def _capacity_bytes(devices: Sequence[Device], limits: Limits | None, position: int) -> int:

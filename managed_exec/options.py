@@ -36,7 +36,8 @@ class TaskOptions:
         device: where it may run: an index or name of one of the pool's devices, or a function that says yes or no to
             each. None: anywhere.
         priority: tasks with a higher one start first.
-        retries: how often a task may be run again, which *on_oom* ``"retry"`` needs: only for tasks that may run twice.
+        retries: how often a task may be run again: because its process was lost (``workers="processes"``), or because
+            it ran out of device memory and *on_oom* is ``"retry"``. Only for tasks that may run twice.
         timeout: seconds that a run of the task may take, from its start; then it is told to stop, with
             ``TaskTimeoutError``. None: as long as it takes.
         on_oom: what to do when a task runs out of device memory: ``"raise"``; ``"retry"``: run it again, alone on a
@@ -181,10 +182,12 @@ def gpu_task(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
 
 
 def options_of(function: Callable[..., Any]) -> TaskOptions:
-    """Return the options that *function* carries, or what a ``functools.partial`` of it is made from."""
-    while isinstance(function, functools.partial):
+    """Return the options that *function* carries; if it is a ``functools.partial`` without, those of its function."""
+    while (options := getattr(function, _ATTRIBUTE, NO_OPTIONS)) is NO_OPTIONS:
+        if not isinstance(function, functools.partial):
+            break
         function = function.func
-    return getattr(function, _ATTRIBUTE, NO_OPTIONS)
+    return options
 
 
 def _attach(function: Callable[..., Any], options: TaskOptions) -> None:

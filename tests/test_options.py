@@ -70,6 +70,9 @@ class TestMarking:
         assert options_of(scaled).priority == 3
         assert variant(3) == 6
         assert options_of(functools.partial(variant, 1)) == options_of(variant)
+        partial = functools.partial(variant, 1)
+        assert options_of(gpu_task(priority=2)(partial)).priority == 2
+        assert options_of(functools.partial(partial)).priority == 2
 
     @pytest.mark.parametrize("thing", [abs, dict, torch.add], ids=repr)
     def test_what_cannot_carry_options(self, thing: Callable[..., object]) -> None:

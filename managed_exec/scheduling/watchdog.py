@@ -55,6 +55,9 @@ class Watched(Protocol):
     def finish_first(self) -> None:
         """Do that first act."""
 
+    def tell_to_stop(self, task: Task) -> None:
+        """Pass on, to where *task* runs, that it is to stop, which its future says already."""
+
     def release(self, task: Task, position: int | None) -> None:
         """Free the place of *task* on the device at *position*, where it has one; not what it had reserved."""
 
@@ -125,6 +128,9 @@ class Watchdog:
     def watch(self, future: TaskFuture[Any]) -> None:
         """Give up the task of *future*, which has just been told to stop, if it still runs in ``GRACE_S``."""
         self._set_clock(future, time.monotonic() + GRACE_S)
+        run = self.running.get(future)
+        if run is not None:
+            run[0].tell_to_stop(run[1])
 
     def _set_clock(self, future: TaskFuture[Any], due: float) -> None:
         self.clocks[future] = due
@@ -193,6 +199,7 @@ class Watchdog:
                 text = f"{_name(task)} has not ended within its timeout of {task.options.timeout:g} s"
                 future.request_stop(Stop(TaskTimeoutError, text))
                 self.clocks[future] = time.monotonic() + GRACE_S
+                run[0].tell_to_stop(task)
 
     def _give_up(self, run: Run, stop: Stop) -> None:
         """Go on without the worker of a task that does not return. The task's entry was taken out of ``running``."""

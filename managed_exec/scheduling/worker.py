@@ -15,14 +15,12 @@ A worker refers to its executor only weakly, so that a pool nobody holds any mor
 from __future__ import annotations
 
 import logging
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import thread as stock
-from typing import Any, Protocol
-
-import torch
+from functools import partial
+from typing import Any, Protocol, TypeAlias
 
 from managed_exec.context import DeviceContext
 from managed_exec.devices import CpuDevice
@@ -33,10 +31,10 @@ from managed_exec.scheduling.appraisal import Appraiser
 from managed_exec.scheduling.health import DeviceHealth
 from managed_exec.scheduling.loads import DeviceLoads
 from managed_exec.scheduling.queue import TaskQueue
+from managed_exec.scheduling.run import drop_frames, is_device_error, is_out_of_memory, run_bound
 from managed_exec.scheduling.threads import WorkerThread
 from managed_exec.scheduling.watchdog import Watchdog
 from managed_exec.task import Task
-from managed_exec.tensors.backward import drop_failed_passes
 
 _log = logging.getLogger("concurrent.futures")  # where the standard pool reports what befalls a worker
 
@@ -49,6 +47,19 @@ class WorkerOwner(Protocol):
     _shutdown: bool
 
     def _initializer_failed(self) -> None: ...
+
+
+# The result of a task, or what was raised instead.
+Outcome: TypeAlias = "tuple[Any, BaseException | None]"
+
+
+class TaskLanes(Protocol):
+    """Where tasks run if not in the worker's own thread. See ``Lanes``."""
+
+    def serve(self, work: Callable[[], None]) -> None: ...
+    def run(self, task: Task, position: int | None, started: Callable[[], None]) -> Outcome: ...
+    def tell_to_stop(self, task: Task) -> None: ...
+    def kill(self, task: Task) -> None: ...
 
 
 class Worker:
@@ -67,6 +78,7 @@ class Worker:
         initializer: Callable[..., object] | None,
         initargs: tuple[Any, ...],
         first: tuple[Task, BaseException] | None = None,
+        lanes: TaskLanes | None = None,
     ) -> None:
         self._owner = owner
         self._tasks = tasks
@@ -82,6 +94,7 @@ class Worker:
         self._initializer = initializer
         self._initargs = initargs
         self._first = first  # a task that was given up, and its error: what to begin with
+        self._lanes = lanes
         self.thread: WorkerThread  # set by the watchdog, which starts it
         self._was_given_up = False
         self._last_position: int | None = None
@@ -91,7 +104,10 @@ class Worker:
         """Be the target of the worker's thread."""
         try:
             self.finish_first()
-            self._run()
+            if self._lanes is None:
+                self._run()
+            else:
+                self._lanes.serve(self._run)
         finally:
             self._watchdog.note_worker_end(self)
 
@@ -150,13 +166,17 @@ class Worker:
         report: BaseException | None = None  # what the device said besides
         is_mine = True  # whether it is still this worker that finishes the task
         self._running[task.future] = self, task, position
-        if task.options is not NO_OPTIONS:
-            self._start_clock(task)
         try:
-            result, error, report = _run_bound(task, context, position)
-            if error is not None and (is_device_error(error) or report is not None):
-                # While its place there is still taken, so that no other task gets it.
-                self._health.examine(task.id, error if report is None else report)
+            if self._lanes is None:
+                if task.options is not NO_OPTIONS:
+                    self._start_clock(task)
+                result, error, report = run_bound(task, context, position)
+                if error is not None and (is_device_error(error) or report is not None):
+                    # While its place there is still taken, so that no other task gets it.
+                    self._health.examine(task.id, error if report is None else report)
+            else:
+                context.position = position
+                result, error = self._lanes.run(task, position, partial(self._start_clock, task))
             # Before the booking is given back, so that whoever finds its room knows what this task has shown.
             appraiser = self._appraiser
             if appraiser is not None and (context.peak_bytes or error is not None or appraiser.holds_back):
@@ -191,8 +211,11 @@ class Worker:
                 drop_frames(error)
                 error = None
                 self._running[task.future] = self, task, None
-                self._start_clock(task)
-                result, error, _ = _run_bound(task, self._cpu_context(), 0)
+                if self._lanes is None:
+                    self._start_clock(task)
+                    result, error, _ = run_bound(task, self._cpu_context(), 0)
+                else:
+                    result, error = self._lanes.run(task, None, partial(self._start_clock, task))
                 if self._running.pop(task.future, None) is None:
                     self._was_given_up = True
                     del error, result, task
@@ -228,8 +251,15 @@ class Worker:
         finally:
             self._running[future] = run
 
+    def tell_to_stop(self, task: Task) -> None:
+        """Pass on, to where *task* runs, that it is to stop, which its future says already."""
+        if self._lanes is not None:
+            self._lanes.tell_to_stop(task)
+
     def release(self, task: Task, position: int | None) -> None:
         """Free the place of *task*, which is given up, on the device at *position*; called by the watchdog."""
+        if self._lanes is not None:
+            self._lanes.kill(task)
         if position is not None:
             self._loads.give_back_place(position, task.need)
             self._tasks.look_again()
@@ -248,6 +278,7 @@ class Worker:
             self._initializer,
             self._initargs,
             (task, error),
+            self._lanes,
         )
 
     def finish_first(self) -> None:
@@ -281,78 +312,3 @@ def _finish(task: Task, result: Any, error: BaseException | None) -> None:
         _log.exception("exception in a done callback of task %d", task.id)
     finally:
         del error, result, task
-
-
-def _run_bound(
-    task: Task, context: DeviceContext, position: int
-) -> tuple[Any, BaseException | None, BaseException | None]:
-    """Run *task* on the device at *position*; return its result, or what it raised, and what its device has raised."""
-    result: Any = None
-    error: BaseException | None = None
-    report: BaseException | None = None
-    # The call is written out here, for each frame between this one and the task's would keep its arguments alive as
-    # long as the error of a failed task lives.
-    try:
-        context.future = task.future
-        context.enter(position, task.id, task.streams)
-        modes = task.modes or context.fresh_modes
-        if task.context is None:  # nothing is inherited
-            result = task.fn(*task.args, **task.kwargs)
-        elif modes is None:
-            result = task.context.run(task.fn, *task.args, **task.kwargs)
-        else:
-            with modes.applied():
-                result = task.context.run(task.fn, *task.args, **task.kwargs)
-    except BaseException as raised:  # noqa: BLE001 a task may raise anything; all of it belongs to its future
-        error = raised
-    try:
-        context.leave()
-        if context.shares_results:
-            context.share(result, task.streams)
-    except BaseException as raised:  # noqa: BLE001 likewise; containers in a result run code of the user's
-        result = None
-        report = raised
-        if error is None:
-            error = raised
-        else:
-            # The task's own error comes first; what its device had to say besides is most often the same.
-            _log.warning("task %d failed, and then its device reported: %r", task.id, raised)
-    if error is not None and context.shares_results:  # on the CPU there is no device memory that it could keep
-        drop_failed_passes()
-    try:
-        return result, error, report
-    finally:
-        del error, report, result, task
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """Return *error* and all that it was raised from or beside."""
-    chain: list[BaseException] = []
-    pending: list[BaseException | None] = [error]
-    while pending:
-        current = pending.pop()
-        if current is not None and not any(current is link for link in chain):
-            chain.append(current)
-            pending += [current.__cause__, current.__context__]
-    return chain
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether *error* is an out-of-memory error, or was raised from one."""
-    return any(isinstance(link, torch.OutOfMemoryError) for link in _chain(error))
-
-
-def is_device_error(error: BaseException) -> bool:
-    """Return whether *error* is one that a broken device raises, or was raised from one."""
-    return any(isinstance(link, torch.AcceleratorError) for link in _chain(error))
-
-
-def drop_frames(error: BaseException) -> None:
-    """Let go of the locals of every frame that *error*, and what it was raised from, came through.
-
-    An exception keeps the frames, and so the tensors, of the task that raised it for as long as its future lives; for
-    an out-of-memory error that is the very memory that is missing, and of a task that was stopped nobody wants it. The
-    traceback stays readable.
-    """
-    for link in _chain(error):
-        traceback.clear_frames(link.__traceback__)

@@ -17,10 +17,18 @@ Importing this package builds and registers nothing.
 from __future__ import annotations
 
 from managed_exec.sim import faults
-from managed_exec.sim.simulator import disable, enable, enable_from_environment, is_enabled, set_capacity
+from managed_exec.sim.simulator import (
+    configuration,
+    disable,
+    enable,
+    enable_from_environment,
+    is_enabled,
+    set_capacity,
+)
 from managed_exec.sim.streams import hold_stream, kernel_time, run_kernel
 
 __all__ = [
+    "configuration",
     "disable",
     "enable",
     "enable_from_environment",

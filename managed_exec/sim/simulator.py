@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import threading
+from typing import NamedTuple
 
 import torch
 from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
@@ -15,7 +16,15 @@ from managed_exec.errors import SimulatorBusyError, SimulatorUnavailableError
 from managed_exec.sim.build import Backend, enabled_backend, load_backend, loaded_backend
 from managed_exec.sizes import format_bytes, parse_bytes
 
-__all__ = ["disable", "enable", "enable_from_environment", "is_enabled", "set_capacity"]
+__all__ = [
+    "Configuration",
+    "configuration",
+    "disable",
+    "enable",
+    "enable_from_environment",
+    "is_enabled",
+    "set_capacity",
+]
 
 _BACKEND_NAME = "sim"
 _VARIABLE = "MANAGED_EXEC_SIM"
@@ -23,6 +32,22 @@ _FORM = re.compile(r"\s*(\d+)\s*x\s*(\S.*?)\s*")
 
 # Held while the configuration changes, so that of two threads one finds the other's work done.
 _lock = threading.Lock()
+
+
+class Configuration(NamedTuple):
+    """What ``enable`` was given, by the names of its arguments."""
+
+    devices: int
+    memory: int | str
+    host_bandwidth: float | None
+    peer_bandwidth: float | None
+    kernel_s: float
+
+
+class _Process:
+    """What the process's simulator is now; None while there are no simulated devices. Changed under the lock."""
+
+    configuration: Configuration | None = None
 
 
 def enable(
@@ -64,6 +89,7 @@ def enable(
         backend = _registered_backend()
         _check_nothing_live(backend)
         backend.configure(devices, capacity, host_bandwidth or 0.0, peer_bandwidth or 0.0, kernel_s)
+        _Process.configuration = Configuration(devices, capacity, host_bandwidth, peer_bandwidth, kernel_s)
 
 
 def _number(value: object, name: str, expected: str) -> float:
@@ -87,12 +113,21 @@ def disable() -> None:
         if backend is not None:
             _check_nothing_live(backend)
             backend.configure(0, 0, 0.0, 0.0, 0.0)
+            _Process.configuration = None
 
 
 def is_enabled() -> bool:
     """Return whether there are simulated devices."""
     backend = loaded_backend()
     return backend is not None and backend.device_count() > 0
+
+
+def configuration() -> Configuration | None:
+    """Return what ``enable`` was given, so that another process can be given the same; None if not enabled.
+
+    Capacities changed since, and faults, are not part of it.
+    """
+    return _Process.configuration
 
 
 def enable_from_environment() -> bool:

@@ -1,0 +1,90 @@
+"""One run of a task on a device, in the calling thread; and what to do with what it raises."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from typing import Any
+
+import torch
+
+from managed_exec.context import DeviceContext
+from managed_exec.task import Task
+from managed_exec.tensors.backward import drop_failed_passes
+
+_log = logging.getLogger("concurrent.futures")  # where the standard pool reports what befalls a worker
+
+
+def run_bound(
+    task: Task, context: DeviceContext, position: int
+) -> tuple[Any, BaseException | None, BaseException | None]:
+    """Run *task* on the device at *position*; return its result, or what it raised, and what its device has raised."""
+    result: Any = None
+    error: BaseException | None = None
+    report: BaseException | None = None
+    # The call is written out here, for each frame between this one and the task's would keep its arguments alive as
+    # long as the error of a failed task lives.
+    try:
+        context.future = task.future
+        context.enter(position, task.id, task.streams)
+        modes = task.modes or context.fresh_modes
+        if task.context is None:  # nothing is inherited
+            result = task.fn(*task.args, **task.kwargs)
+        elif modes is None:
+            result = task.context.run(task.fn, *task.args, **task.kwargs)
+        else:
+            with modes.applied():
+                result = task.context.run(task.fn, *task.args, **task.kwargs)
+    except BaseException as raised:  # noqa: BLE001 a task may raise anything; all of it belongs to its future
+        error = raised
+    try:
+        context.leave()
+        if context.shares_results:
+            context.share(result, task.streams)
+    except BaseException as raised:  # noqa: BLE001 likewise; containers in a result run code of the user's
+        result = None
+        report = raised
+        if error is None:
+            error = raised
+        else:
+            # The task's own error comes first; what its device had to say besides is most often the same.
+            _log.warning("task %d failed, and then its device reported: %r", task.id, raised)
+    if error is not None and context.shares_results:  # on the CPU there is no device memory that it could keep
+        drop_failed_passes()
+    try:
+        return result, error, report
+    finally:
+        del error, report, result, task
+
+
+def error_chain(error: BaseException) -> list[BaseException]:
+    """Return *error* and all that it was raised from or beside."""
+    chain: list[BaseException] = []
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is not None and not any(current is link for link in chain):
+            chain.append(current)
+            pending += [current.__cause__, current.__context__]
+    return chain
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether *error* is an out-of-memory error, or was raised from one."""
+    return any(isinstance(link, torch.OutOfMemoryError) for link in error_chain(error))
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Return whether *error* is one that a broken device raises, or was raised from one."""
+    return any(isinstance(link, torch.AcceleratorError) for link in error_chain(error))
+
+
+def drop_frames(error: BaseException) -> None:
+    """Let go of the locals of every frame that *error*, and what it was raised from, came through.
+
+    An exception keeps the frames, and so the tensors, of the task that raised it for as long as its future lives; for
+    an out-of-memory error that is the very memory that is missing, and of a task that was stopped nobody wants it. The
+    traceback stays readable.
+    """
+    for link in error_chain(error):
+        traceback.clear_frames(link.__traceback__)

@@ -1,0 +1,331 @@
+"""Processes that end while they run tasks, and everything that ends a pool: nothing else is harmed, nothing is left."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import eventually, make_kind
+from processes import WAIT_S, lane_pids, nothing_left_by_processes, wait_for
+
+from managed_exec import GPUPoolExecutor, current_task, gpu_task, sim
+from managed_exec.errors import TaskCancelledError, TaskTimeoutError, WorkerLostError
+from managed_exec.scheduling import watchdog
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[GPUPoolExecutor]:
+    """Two lanes, each on a simulated device of its own."""
+    with nothing_left_by_processes():
+        for _ in make_kind("sim"):
+            sim.enable(devices=2, memory="64MiB")
+            with GPUPoolExecutor(2, workers="processes", tasks_per_device=1) as pool:
+                yield pool
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> None:
+    """Do not look at every test for itself: the pool of the module does so at its end."""
+
+
+class TestStopping:
+    """A task in a process is told to stop as one in a thread is, and ended with its process if it does not."""
+
+    @pytest.mark.parametrize("why", ["cancelled", "timeout"])
+    def test_one_that_looks_stops_and_its_process_goes_on(
+        self, pool: GPUPoolExecutor, why: str, tmp_path: Path
+    ) -> None:
+        expected = TaskCancelledError if why == "cancelled" else TaskTimeoutError
+        task = gpu_task(device=0, timeout=None if why == "cancelled" else 0.3)(look_until_stopped)
+        future = pool.submit(task, tmp_path)
+        assert eventually(lambda: any(tmp_path.iterdir()), WAIT_S)
+        if why == "cancelled":
+            assert not future.cancel()
+        error = future.exception(WAIT_S)
+        assert type(error) is expected
+        assert "look_until_stopped" in str(error.__cause__), "with its traceback there"
+        assert pool.submit(gpu_task(device=0)(functools.partial(os.getpid))).result(WAIT_S) == int(
+            next(tmp_path.iterdir()).name
+        )
+
+    def test_a_managed_operation_looks(self, pool: GPUPoolExecutor, tmp_path: Path) -> None:
+        future = pool.submit(compute_until_stopped, tmp_path)
+        assert eventually(lambda: any(tmp_path.iterdir()), WAIT_S)
+        future.cancel()
+        assert isinstance(future.exception(WAIT_S), TaskCancelledError)
+
+    def test_one_that_does_not_look_is_ended_with_its_process(
+        self, pool: GPUPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(watchdog, "GRACE_S", 0.3)
+        future = pool.submit(gpu_task(device=1, retries=3, timeout=0.1)(never_look), tmp_path)
+        assert isinstance(future.exception(WAIT_S), TaskTimeoutError)
+        pids = {int(path.name) for path in tmp_path.iterdir()}
+        assert len(pids) == 1, "what was to stop does not run again"
+        assert eventually(lambda: pids.isdisjoint(lane_pids()), WAIT_S)
+        assert pool.submit(gpu_task(device=1)(lambda: current_task().device.index)).result(WAIT_S) == 1
+
+    def test_the_clock_starts_with_the_task(self) -> None:
+        """And not with its process, which takes longer."""
+        with (
+            nothing_left_by_processes(),
+            GPUPoolExecutor(1, workers="processes", devices="cpu") as pool,
+        ):
+            assert pool.submit(gpu_task(timeout=0.5)(abs_of), -3).result(WAIT_S) == 3
+
+
+def abs_of(x: int) -> int:
+    return abs(x)
+
+
+def look_until_stopped(folder: Path) -> None:
+    (folder / str(os.getpid())).touch()
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        current_task().checkpoint()
+        time.sleep(0.01)
+
+
+def compute_until_stopped(folder: Path) -> None:
+    x = torch.ones(2**16, device="cuda")
+    (folder / str(os.getpid())).touch()
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        x = x * 1
+
+
+def never_look(folder: Path) -> None:
+    (folder / str(os.getpid())).touch()
+    time.sleep(10 * WAIT_S)
+
+
+def die(how: str) -> None:
+    if how == "exit":
+        os._exit(7)
+    elif how == "crash":
+        ctypes.string_at(0)
+    else:
+        os.kill(os.getpid(), signal.Signals[how])
+
+
+def die_once(runs: Path, how: str = "SIGKILL", deaths: int = 1) -> int:
+    """Die in the first *deaths* runs; return the number of the run."""
+    with runs.open("a") as file:
+        file.write("x")
+    n_runs = len(runs.read_text())
+    if n_runs <= deaths:
+        die(how)
+    return n_runs
+
+
+class TestLost:
+    def test_fails_its_one_task(self, pool: GPUPoolExecutor, tmp_path: Path) -> None:
+        """All the while another one runs on the other device, in the same process from its beginning to its end."""
+        other = pool.submit(gpu_task(device=1)(wait_for), tmp_path / "go")
+        for how, ending in (
+            ("exit", "ended with exit code 7 before"),
+            ("crash", r"was ended by SIGSEGV \(exit code -11\)"),
+        ):
+            error = pool.submit(gpu_task(device=0)(die), how).exception(WAIT_S)
+            assert isinstance(error, WorkerLostError)
+            assert re.match(rf"task \d+ \(die\) on sim:0: its process {ending}", str(error))
+            assert pool.submit(gpu_task(device=0)(index)).result(WAIT_S) == 0
+        assert not other.done()
+        (tmp_path / "go").touch()
+        assert other.result(WAIT_S)
+        assert [snapshot.running for snapshot in pool._loads.snapshots()] == [0, 0]
+
+    def test_runs_again_as_often_as_allowed(self, pool: GPUPoolExecutor, tmp_path: Path) -> None:
+        error = pool.submit(gpu_task(retries=1)(die_once), tmp_path / "runs", "SIGKILL", 2).exception(WAIT_S)
+        assert isinstance(error, WorkerLostError)
+        assert "SIGKILL (exit code -9; the system does that when main memory runs out)" in str(error)
+        assert (tmp_path / "runs").read_text() == "xx"
+        assert pool.submit(gpu_task(retries=1)(die_once), tmp_path / "runs", "SIGKILL", 3).result(WAIT_S) == 4
+
+    def test_idle_one_is_replaced(self, pool: GPUPoolExecutor) -> None:
+        before = pool.submit(gpu_task(device=0)(pid)).result(WAIT_S)
+        os.kill(before, signal.SIGKILL)
+        assert eventually(lambda: before not in lane_pids())
+        assert pool.submit(gpu_task(device=0)(pid)).result(WAIT_S) not in (before, os.getpid())
+
+    def test_process_of_a_broken_device_is_replaced(self, pool: GPUPoolExecutor) -> None:
+        def break_device() -> None:
+            sim.faults.break_device(current_task().device.index)
+            torch.ones(3, device="cuda")
+
+        before = pool.submit(gpu_task(device=1)(pid)).result(WAIT_S)
+        error = pool.submit(gpu_task(device=1, retries=3)(break_device)).exception(WAIT_S)
+        assert isinstance(error, torch.AcceleratorError)
+        after, total = pool.submit(gpu_task(device=1)(pid_and_sum)).result(WAIT_S)
+        assert after != before
+        assert total == 3
+
+
+def index() -> int:
+    return current_task().device.index
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def pid_and_sum() -> tuple[int, float]:
+    return os.getpid(), torch.ones(3, device="cuda").sum().item()
+
+
+# -- a fault run ------------------------------------------------------------------------------------------------------
+
+
+def work(i: int, x: torch.Tensor) -> torch.Tensor:
+    y = x.cuda()
+    for _ in range(20):
+        y = y * 1.0
+    return y + i
+
+
+class Killer:
+    """Kills lanes at random, each some completed tasks after the last: so that there are some, however slow it goes."""
+
+    def __init__(self, seed: int, every: tuple[int, int]) -> None:
+        self._random = random.Random(seed)
+        self._every = every
+        self._next = self._random.randint(*every)
+        self.kills = 0
+        self.ended: Counter[int] = Counter()  # by task, how often its future was done
+        self._lock = threading.Lock()  # guards all of it
+
+    def __call__(self, i: int, future: Future[torch.Tensor]) -> None:
+        """Be told that the future of task *i* is done."""
+        with self._lock:
+            self.ended[i] += 1
+            if self.ended.total() < self._next:
+                return
+            self._next += self._random.randint(*self._every)
+            victims = sorted(lane_pids())
+            if victims:
+                os.kill(self._random.choice(victims), signal.SIGKILL)
+                self.kills += 1
+
+
+def fault_run(n_tasks: int, seed: int, every: tuple[int, int], retries: int) -> tuple[int, int]:
+    """Return how many lanes were killed, and how many tasks have failed for it."""
+    killer = Killer(seed, every)
+    sizes = random.Random(seed)
+    with nothing_left_by_processes():
+        for _ in make_kind("sim"):
+            sim.enable(devices=2, memory="64MiB")
+            task = gpu_task(retries=retries)(work)
+            with GPUPoolExecutor(3, workers="processes") as pool:
+                futures: list[Future[torch.Tensor]] = []
+                for i in range(n_tasks):
+                    futures.append(pool.submit(task, i, torch.full((sizes.choice([10, 50_000]),), 0.5)))
+                    futures[-1].add_done_callback(lambda future, i=i: killer(i, future))
+                lost = 0
+                for i, future in enumerate(futures):
+                    error = future.exception(WAIT_S)
+                    if error is None:
+                        assert future.result().sub(i).eq(0.5).all()
+                        continue
+                    assert isinstance(error, WorkerLostError)
+                    assert f"task {i} (work) on sim:" in str(error)
+                    assert "SIGKILL" in str(error)
+                    lost += 1
+                assert [snapshot.running for snapshot in pool._loads.snapshots()] == [0, 0]
+    assert killer.ended == Counter(range(n_tasks)), "each future ends once"
+    return killer.kills, lost
+
+
+def test_small_fault_run() -> None:
+    kills, lost = fault_run(40, seed=5, every=(8, 20), retries=3)
+    assert kills >= 2
+    assert lost == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("retries", [0, 3])
+def test_fault_run(retries: int) -> None:
+    start = time.monotonic()
+    kills, lost = fault_run(200, seed=11, every=(10, 30), retries=retries)
+    print(f"retries={retries}: 200 tasks, {kills} lanes killed, {lost} tasks lost, {time.monotonic() - start:.0f} s")
+    assert kills >= 6
+    assert lost <= (kills if retries == 0 else 0)
+
+
+# -- the end of the program -------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import multiprocessing, os, sys, time
+from pathlib import Path
+from managed_exec import GPUPoolExecutor
+
+def task(path):
+    time.sleep(0.05)
+    Path(path).touch()
+    return path
+
+if __name__ == "__main__":
+    pool = GPUPoolExecutor(1, workers="processes", devices="cpu")
+    futures = [pool.submit(task, str(i)) for i in range(6)]
+    futures[0].result()
+    print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+    {ending}
+"""
+
+
+def run_program(text: str, folder: Path) -> tuple[int, str, str]:
+    (folder / "program.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def has_ended(process_id: int) -> bool:
+    """Return whether there is no such process, or nothing but its entry."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "finished"),
+    [
+        ("del pool, futures; raise ValueError('in main')", 1, True),
+        ("os.kill(os.getpid(), 9)", -9, False),
+    ],
+)
+def test_end_of_the_program(ending: str, code: int, finished: bool, tmp_path: Path) -> None:
+    """As with threads, what is queued still runs, unless the program is killed; its processes end in any case."""
+    found, printed, error = run_program(PROGRAM.format(ending=ending), tmp_path)
+    assert (found, error.count("Traceback")) == (code, int(code == 1)), error
+    (lane,) = map(int, printed.split())
+    assert eventually(lambda: has_ended(lane))
+    if finished:
+        assert len(list(tmp_path.glob("[0-9]"))) == 6
+
+
+def test_program_without_guard(tmp_path: Path) -> None:
+    text = PROGRAM.replace('if __name__ == "__main__":', "if True:").replace("range(6)", "range(1)").format(ending="")
+    code, _, error = run_program(text, tmp_path)
+    assert code == 1
+    assert (
+        "has not run: the process that was started for it ended with exit code 1. A program that makes the pool"
+        in error
+    )
