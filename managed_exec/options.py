@@ -144,8 +144,8 @@ def gpu_task(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
 
 
 def options_of(function: Callable[..., Any]) -> TaskOptions:
-    """Return the options that *function* carries, or what a ``functools.partial`` of it is made from."""
-    while isinstance(function, functools.partial):
+    """Return the options that *function* carries; a ``functools.partial`` without its own has those of its function."""
+    while isinstance(function, functools.partial) and _ATTRIBUTE not in vars(function):
         function = function.func
     return getattr(function, _ATTRIBUTE, NO_OPTIONS)
 

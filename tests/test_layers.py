@@ -17,7 +17,7 @@ MAX_LINES = 400
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__",),
     ("executor",),
-    ("config", "scheduling", "telemetry"),
+    ("config", "scheduling", "streaming", "telemetry"),
     ("managed_context",),
     ("task", "context", "inheritance", "options"),
     ("tensors",),

@@ -57,6 +57,13 @@ class TestMarking:
         assert variant(3) == 6
         assert options_of(functools.partial(variant, 1)) == options_of(variant)
 
+    def test_partial_may_have_its_own(self) -> None:
+        own = gpu_task(priority=7)(functools.partial(scaled, 1))
+        assert options_of(own) == options_of(functools.partial(own)) == TaskOptions(priority=7)
+        assert own.options(device=1)() == scaled(1)
+        assert options_of(own.options(device=1)) == TaskOptions(priority=7, device=1)
+        assert options_of(scaled).priority == 3
+
     @pytest.mark.parametrize("thing", [abs, dict, torch.add], ids=repr)
     def test_what_cannot_carry_options(self, thing: Callable[..., object]) -> None:
         assert gpu_task(thing) is thing
