@@ -28,9 +28,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
+from options import add_sim, enable_sim
 from torch import Tensor
 
-from managed_exec import GPUPoolExecutor, sim
+from managed_exec import GPUPoolExecutor
 
 DEGREE = 3
 EIGENVALUE = DEGREE * (DEGREE + 1)
@@ -272,16 +273,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--patches", type=int, default=24, help="tasks in a sweep (%(default)s)")
     parser.add_argument("--sweeps", type=int, default=6, help="rounds of tasks (%(default)s)")
     parser.add_argument("--workers", type=int, default=4, help="threads of either executor (%(default)s)")
-    parser.add_argument("--sim", metavar="NxSIZE", help="use simulated devices, such as 4x256MiB")
+    add_sim(parser, "4x256MiB")
     options = parser.parse_args(arguments)
     if options.level < 1 or not 1 <= options.patches <= 10 * 4**options.level + 2:
         parser.error("--level must be at least 1, --patches between 1 and the number of vertices")
-    if options.sim:
-        devices, _, memory = options.sim.partition("x")
-        try:
-            sim.enable(devices=int(devices), memory=memory)
-        except ValueError as wrong:
-            parser.error(f"--sim takes NxSIZE, such as 4x256MiB: {wrong}")
+    enable_sim(parser, options)
     torch.set_num_threads(1)  # tasks run side by side already
 
     problem = build(options.level, options.patches)

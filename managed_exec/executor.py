@@ -21,7 +21,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import thread as stock
 from contextvars import copy_context
@@ -60,6 +60,7 @@ from managed_exec.scheduling.threads import start_thread
 from managed_exec.scheduling.watchdog import Watchdog
 from managed_exec.scheduling.worker import Worker
 from managed_exec.sizes import format_bytes
+from managed_exec.streaming import stream
 from managed_exec.task import Task
 from managed_exec.telemetry.sampler import DeviceSampler
 
@@ -223,6 +224,36 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             if self._unfinished > len(self._workers) < self._max_threads:
                 self._start_worker()
         return task.future
+
+    def map(
+        self,
+        fn: Callable[..., T],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int = 1,
+        in_flight: int | str | None = None,
+        **newer: Any,
+    ) -> Iterator[T]:
+        """Return an iterator over ``fn(*args)`` of each *args* of ``zip(*iterables)``, in order.
+
+        Args:
+            fn: what is called, in tasks.
+            iterables: its arguments.
+            timeout: seconds from now until the last result; None for no bound.
+            chunksize: has no effect, as in any pool of threads.
+            in_flight: bytes, or text such as ``"2GiB"``, of arguments and results that there may be at once, from
+                ``submit`` until the result is taken: what does not fit is not taken from *iterables* yet. Counted are
+                tensors, arrays and byte strings, also in containers; see ``managed_exec.streaming``. None: everything
+                is submitted at once, as in the standard pool.
+            newer: what ``map`` of later Pythons takes: ``buffersize``, the most calls that are in flight.
+
+        Raises:
+            TypeError, ValueError: *in_flight* cannot be read, or is not positive.
+            TimeoutError, or what a call raised: from the iterator, which cancels what has not started.
+        """
+        if in_flight is None:
+            return super().map(fn, *iterables, timeout=timeout, chunksize=chunksize, **newer)
+        return stream(self.submit, fn, iterables, in_flight, timeout, **newer)
 
     @property
     def footprints(self) -> Footprints:

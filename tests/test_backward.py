@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import Kind
+from conftest import Kind, allocated_bytes, eventually
 
 from managed_exec import MemoryPolicy, current_task, sim
 from managed_exec.errors import NotMovableError
@@ -132,3 +132,23 @@ def test_pointer_asked_for_in_a_pass_is_that_of_the_bytes(small_device: object, 
 
     with simulator.pool(max_workers=1, memory=POLICY) as pool:
         assert pool.submit(task).result() == 3
+
+
+def test_pass_whose_error_a_task_has_caught_leaves_nothing(simulator: Kind) -> None:
+    """Autograd keeps the nodes that were still to run, with what they have saved, until the thread's next pass."""
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("mine")
+
+    def task() -> str:
+        x = torch.ones(2**16, device="cuda", requires_grad=True)
+        branches = [x.exp(), x.exp()]
+        for branch in branches:
+            branch.register_hook(fail)
+        with pytest.raises(ValueError, match="mine"):
+            (branches[0] + branches[1]).sum().backward()
+        return "caught"
+
+    with simulator.pool(max_workers=1) as pool:
+        assert pool.submit(task).result(60) == "caught"
+        assert eventually(lambda: allocated_bytes() == 0)

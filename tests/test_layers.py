@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("__init__",),
     ("executor",),
-    ("config", "scheduling", "telemetry"),
+    ("config", "scheduling", "streaming", "telemetry"),
     ("managed_context",),
     ("task", "context", "inheritance", "options"),
     ("tensors",),

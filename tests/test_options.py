@@ -74,6 +74,13 @@ class TestMarking:
         assert options_of(gpu_task(priority=2)(partial)).priority == 2
         assert options_of(functools.partial(partial)).priority == 2
 
+    def test_partial_may_have_its_own(self) -> None:
+        own = gpu_task(priority=7)(functools.partial(scaled, 1))
+        assert options_of(own) == options_of(functools.partial(own)) == TaskOptions(priority=7)
+        assert own.options(device=1)() == scaled(1)
+        assert options_of(own.options(device=1)) == TaskOptions(priority=7, device=1)
+        assert options_of(scaled).priority == 3
+
     @pytest.mark.parametrize("thing", [abs, dict, torch.add], ids=repr)
     def test_what_cannot_carry_options(self, thing: Callable[..., object]) -> None:
         assert gpu_task(thing) is thing

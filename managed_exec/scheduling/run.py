@@ -11,6 +11,7 @@ import torch
 from managed_exec.context import DeviceContext
 from managed_exec.task import Task
 from managed_exec.tensors.backward import drop_failed_passes
+from managed_exec.tensors.backward import thread as passes
 
 _log = logging.getLogger("concurrent.futures")  # where the standard pool reports what befalls a worker
 
@@ -49,7 +50,8 @@ def run_bound(
         else:
             # The task's own error comes first; what its device had to say besides is most often the same.
             _log.warning("task %d failed, and then its device reported: %r", task.id, raised)
-    if error is not None and context.shares_results:  # on the CPU there is no device memory that it could keep
+    # On the CPU there is no device memory that they could keep. A task may have caught what they raised.
+    if context.shares_results and (error is not None or passes.has_failed_pass):
         drop_failed_passes()
     try:
         return result, error, report

@@ -9,6 +9,7 @@ Python, is that it asks ``retain_graph`` for its value; that is where ``run_back
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeAlias
@@ -18,6 +19,15 @@ import torch
 ContextMaker: TypeAlias = Callable[[], AbstractContextManager[object]]
 
 BACKWARD_CALLS: frozenset[Any] = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+
+
+class _Thread(threading.local):
+    """Of the calling thread."""
+
+    has_failed_pass = False  # since ``drop_failed_passes``
+
+
+thread = _Thread()
 
 
 class _RetainGraph:
@@ -44,14 +54,19 @@ def run_backward(
     if retain_graph is None:
         retain_graph = kwargs.get("create_graph", False)
     with ExitStack() as stack:
-        return func(*args, **{**kwargs, "retain_graph": _RetainGraph(retain_graph, make_context, stack)})
+        try:
+            return func(*args, **{**kwargs, "retain_graph": _RetainGraph(retain_graph, make_context, stack)})
+        except BaseException:
+            thread.has_failed_pass = True
+            raise
 
 
 def drop_failed_passes() -> None:
-    """Let go of what a backward pass that failed in the calling thread has left in autograd's queue.
+    """Let go of what backward passes that failed in the calling thread have left in autograd's queue.
 
     The nodes that were still to run, and with them the tensors they have saved, stay there until the thread's next
     pass; this is one.
     """
+    thread.has_failed_pass = False
     with torch.inference_mode(False), torch.enable_grad():
         torch.ones((), device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]  # torch's is not annotated

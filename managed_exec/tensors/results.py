@@ -10,12 +10,18 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import chain
+from typing import Any
 
 import torch
 
 
 def iter_tensors(result: object) -> Iterator[torch.Tensor]:
     """Yield every tensor of *result*, each object once, cycles included."""
+    return iter_leaves(result, ())
+
+
+def iter_leaves(result: object, kinds: tuple[type, ...]) -> Iterator[Any]:
+    """Yield every tensor of *result*, and every other object in it that is one of *kinds* and no container."""
     seen: set[int] = set()
     pending = [result]
     while pending:
@@ -27,7 +33,7 @@ def iter_tensors(result: object) -> Iterator[torch.Tensor]:
                 if value.is_leaf and value.grad is not None:
                     pending.append(value.grad)
             continue
-        if isinstance(value, (str, bytes, int, float, complex)) or value is None or id(value) in seen:
+        if isinstance(value, (str, int, float, complex)) or value is None or id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, (list, tuple, set, frozenset, deque)):
@@ -39,6 +45,8 @@ def iter_tensors(result: object) -> Iterator[torch.Tensor]:
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             # A field without a value (a slot never assigned) is nothing that could hold a tensor.
             pending.extend(getattr(value, field.name, None) for field in dataclasses.fields(value))
+        elif isinstance(value, kinds):
+            yield value
 
 
 def record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:

@@ -13,10 +13,16 @@ _UNDECLARED_WRITES = {
     "aten::miopen_batch_norm": ("running_mean", "running_var"),
 }
 
+# Operators whose schema declares a write that is none. This one tells the allocator something; torch counts no new
+# version for it, and a result that its graph has saved must be able to go backward after it.
+_NO_WRITES = frozenset({"aten::record_stream"})
+
 
 @functools.cache
 def written_arguments(func: Any) -> frozenset[int | str]:
     """Return the positions and names of the arguments that the operator *func* writes to."""
+    if func._schema.name in _NO_WRITES:
+        return frozenset()
     undeclared = _UNDECLARED_WRITES.get(func._schema.name, ())
     written: set[int | str] = set()
     for position, argument in enumerate(func._schema.arguments):

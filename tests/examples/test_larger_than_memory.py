@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from programs import imported, run_example
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "examples" / "larger_than_memory.py"
 SAME = "losses and weights are the same, bit for bit"
 
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("larger_than_memory", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["larger_than_memory"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["larger_than_memory"]
+    with imported("larger_than_memory") as module:
+        yield module
 
 
 def run_program(*options: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(EXAMPLE), "--steps", "2", "--layers", "4", *options]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return run_example("larger_than_memory", "--steps", "2", "--layers", "4", *options)
 
 
 def number(text: str) -> int:

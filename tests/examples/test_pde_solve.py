@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
-import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
+from programs import imported, run_example
 
 from managed_exec import GPUPoolExecutor
-
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "examples" / "pde_solve.py"
 
 
 @pytest.fixture(scope="module")
 def pde():
-    spec = importlib.util.spec_from_file_location("pde_solve", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["pde_solve"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["pde_solve"]
+    with imported("pde_solve") as module:
+        yield module
 
 
 def refined(pde, level):
@@ -151,10 +140,8 @@ def test_executors_agree(pde):
     torch.testing.assert_close(pool, threads, rtol=pde.AGREEMENT, atol=pde.AGREEMENT)
 
 
-def run_program(*options):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(EXAMPLE), "--level", "3", "--patches", "12", *options]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+def run_program(*options, simulated=""):
+    return run_example("pde_solve", "--level", "3", "--patches", "12", *options, simulated=simulated)
 
 
 def table(output, executor):
@@ -208,3 +195,17 @@ def test_program_refuses_bad_devices(devices):
     done = run_program("--sim", devices)
     assert done.returncode == 2
     assert "--sim takes NxSIZE" in done.stderr
+
+
+def test_program_refuses_a_bad_environment_before_it_computes():
+    done = run_program(simulated="four")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "MANAGED_EXEC_SIM: expected devices and the memory of each, like '4x1GiB', got 'four'" in done.stderr
+
+
+@pytest.mark.timeout(400)  # the first use of the simulator compiles it
+def test_option_goes_before_the_environment():
+    done = run_program("--sim", "2x64MiB", simulated="four")
+    assert done.returncode == 0, done.stderr
+    assert table(done.stdout, "GPUPoolExecutor").keys() == {"sim:0", "sim:1"}

@@ -15,8 +15,8 @@ import torch
 from conftest import Kind
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from managed_exec import sim
-from managed_exec.tensors.results import iter_tensors, record_stream
+from managed_exec import ManagedModule, manage, sim
+from managed_exec.tensors.results import iter_leaves, iter_tensors, record_stream
 
 WAIT_S = 30
 
@@ -179,6 +179,16 @@ def test_lazy_mapping_is_looked_at_value_by_value() -> None:
     assert sorted(tensor.item() for tensor in iter_tensors(Lazy())) == list(range(50))
 
 
+def test_leaves_of_other_kinds() -> None:
+    tensor, array = torch.ones(1), memoryview(b"12")
+    found = list(iter_leaves([tensor, {"a": (array, "text", 3)}, Record(b"3"), array, object()], (bytes, memoryview)))
+    assert len(found) == 3
+    assert any(leaf is tensor for leaf in found)
+    assert any(leaf is array for leaf in found)
+    assert b"3" in [leaf for leaf in found if not isinstance(leaf, torch.Tensor)]
+    assert list(iter_leaves([b"3", array], ())) == []
+
+
 LAYOUTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
     # How to make it, and of how many dense parts it consists.
     "strided": (lambda x: x, 1),
@@ -229,6 +239,25 @@ class TestRecordStream:
         assert value.device == torch.device("sim", 0)
         assert value.layout == make(torch.eye(4)).layout
         assert torch.equal(value.detach().cpu().to_dense(), expected)
+
+    @pytest.mark.parametrize("make", [torch.ones, lambda n, device: manage(torch.ones(n, device=device))])
+    @pytest.mark.parametrize("n", [4, 100_000], ids=["too small to be managed", "managed"])
+    def test_is_no_change_in_place(self, simulator: Kind, make: Callable[..., torch.Tensor], n: int) -> None:
+        tensor = make(n, device="sim")
+        before = tensor._version
+        record_stream(tensor, torch.Stream("sim:0"))
+        assert tensor._version == before
+
+    def test_result_that_its_graph_has_saved_can_go_backward(self, simulator: Kind) -> None:
+        def forward(model: torch.nn.Module) -> torch.Tensor:
+            return ManagedModule.from_module(model).cuda()(torch.ones(1, 3, device="cuda"))
+
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Sigmoid())  # saves what it returns
+        with simulator.pool(max_workers=1) as pool:
+            result = pool.submit(forward, model).result(WAIT_S)
+            pool.submit(lambda: result.sum().backward()).result(WAIT_S)
+        slope = (result * (1 - result)).detach().cpu()[0]
+        torch.testing.assert_close(model[0].bias.grad.cpu(), slope, check_device=False)
 
     def test_block_is_kept_while_the_recorded_stream_reads_it(self, simulator: Kind) -> None:
         """The free waits in the order of the recorded stream, so the block's bytes are still there."""
