@@ -70,16 +70,28 @@ def allowed_positions(choice: DeviceChoice | None, devices: Sequence[Device]) ->
     if choice is None:
         return None
     places = [device.torch_device for device in devices]
+    there_are = f"the pool's devices, {', '.join(map(str, places))}"
     if callable(choice):
-        found = [i for i, place in enumerate(places) if choice(place)]
+        try:
+            found = [i for i, place in enumerate(places) if choice(place)]
+        except Exception as error:
+            raise ValueError(
+                f"device: expected a function that is given a torch.device and says yes or no, but {choice!r} raised "
+                f"{error!r}"
+            ) from error
+        if not found:
+            raise ValueError(f"device: the function {choice!r} says no to each of {there_are}")
     elif places[0].type == "cpu":
         return None
     else:
-        wanted = torch.device("cuda", choice) if isinstance(choice, int) else torch.device(choice)
+        try:
+            wanted = torch.device("cuda", choice) if isinstance(choice, int) else torch.device(choice)
+        except RuntimeError:
+            raise ValueError(f"device: expected an index or name of one of {there_are}, got {choice!r}") from None
         kinds = ("cuda", places[0].type)
         found = [i for i, p in enumerate(places) if wanted.type in kinds and wanted.index in (None, p.index)]
     if not found:
-        raise ValueError(f"device: {choice!r} is none of the pool's devices, {', '.join(map(str, places))}")
+        raise ValueError(f"device: {choice!r} is none of {there_are}")
     return frozenset(found)
 
 

@@ -39,6 +39,7 @@ from managed_exec.devices import Device
 from managed_exec.devices import current as current_devices
 from managed_exec.future import TaskFuture
 from managed_exec.inheritance import FRESH_MODES, SubmitterStreams
+from managed_exec.memory.owner import Owner
 from managed_exec.tensors.backward import BACKWARD_CALLS, run_backward
 from managed_exec.tensors.managed import ManagedTensor
 from managed_exec.tensors.results import iter_tensors, record_stream
@@ -92,7 +93,7 @@ class DeviceContext(TorchFunctionMode):
         self.device = torch.device("cpu")
         self.stream: torch.Stream | None = None
         self.task_id = -1
-        self.peak_bytes = 0  # of device memory that the last task had at once; stays 0 where nobody counts
+        self.last_owner: Owner | None = None  # the last task, to the memory manager; None where nothing is managed
         self.future: TaskFuture[Any] | None = None  # the task's, with the flag that tells it to stop; set by the worker
         self._pushed = False  # whether this mode is on the thread's stack
 

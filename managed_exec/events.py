@@ -41,6 +41,16 @@ class TaskStarted:
 
 
 @dataclass(frozen=True)
+class TaskRetried:
+    """A run of a task has ended out of memory, and it waits to run again."""
+
+    task_id: int
+    name: str
+    worker: str
+    at_s: float
+
+
+@dataclass(frozen=True)
 class TaskFinished:
     """A task's future is about to be done."""
 
@@ -49,7 +59,7 @@ class TaskFinished:
     device: torch.device | None  # where it ran last; None if it never has
     worker: str
     submitted_s: float
-    started_s: float  # the last time it was called
+    started_s: float | None  # the last time it was called; None if it never was
     at_s: float
     error: BaseException | None
 
@@ -76,35 +86,35 @@ class CallMigrated:
     at_s: float
 
 
-Event: TypeAlias = TaskSubmitted | TaskStarted | TaskFinished | TensorMoved | CallMigrated
+Event: TypeAlias = TaskSubmitted | TaskStarted | TaskRetried | TaskFinished | TensorMoved | CallMigrated
 Hook: TypeAlias = Callable[[Event], object]
 
 
 class Hooks:
-    """Those who listen. False while nobody does, so that no event needs to be made."""
+    """Those who listen."""
 
     def __init__(self, hooks: Iterable[Hook] = ()) -> None:
         self._lock = threading.Lock()  # guards changes of the tuple, which readers take whole; a leaf
-        self._hooks = tuple(hooks)
-        for hook in self._hooks:
+        try:
+            self.hooks = tuple(hooks)  # empty while nobody listens: then no event needs to be made
+        except TypeError:
+            raise TypeError(f"hooks: expected a list of callables that take one event, got {hooks!r}") from None
+        for hook in self.hooks:
             if not callable(hook):
                 raise TypeError(f"hooks: expected callables that take one event, got {hook!r}")
 
-    def __bool__(self) -> bool:
-        return bool(self._hooks)
-
     def add(self, hook: Hook) -> None:
         with self._lock:
-            self._hooks = (*self._hooks, hook)
+            self.hooks = (*self.hooks, hook)
 
     def remove(self, hook: Hook) -> None:
         """Call *hook* no more; does nothing if it is not there."""
         with self._lock:
-            self._hooks = tuple(kept for kept in self._hooks if kept != hook)  # bound methods are equal, not one
+            self.hooks = tuple(kept for kept in self.hooks if kept != hook)  # bound methods are equal, not one
 
     def emit(self, event: Event) -> None:
         """Call every hook with *event*. No lock is held."""
-        for hook in self._hooks:
+        for hook in self.hooks:
             try:
                 hook(event)
             except BaseException:  # noqa: BLE001 whatever it is, the work it was told of goes on

@@ -24,8 +24,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import thread as stock
+from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -42,6 +44,7 @@ from managed_exec.config import (
 from managed_exec.context import DeviceContext
 from managed_exec.devices import CpuDevice, Device, resolve_devices
 from managed_exec.devices.discovery import DeviceLike
+from managed_exec.events import Hook, Hooks, TaskSubmitted
 from managed_exec.inheritance import SubmitterModes, SubmitterStreams
 from managed_exec.managed_context import ManagedContext
 from managed_exec.memory.limits import Limits
@@ -54,6 +57,7 @@ from managed_exec.scheduling.footprints import Footprints
 from managed_exec.scheduling.health import DeviceHealth
 from managed_exec.scheduling.lanes import Lanes
 from managed_exec.scheduling.loads import DeviceLoads
+from managed_exec.scheduling.outcomes import Outcomes
 from managed_exec.scheduling.placement import Placement
 from managed_exec.scheduling.queue import TaskQueue
 from managed_exec.scheduling.threads import start_thread
@@ -63,6 +67,7 @@ from managed_exec.sizes import format_bytes
 from managed_exec.streaming import stream
 from managed_exec.task import Task
 from managed_exec.telemetry.sampler import DeviceSampler
+from managed_exec.telemetry.trace import Trace
 
 T = TypeVar("T")
 
@@ -95,6 +100,8 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             takes no other with it, and fails with ``WorkerLostError`` (or runs again, see ``gpu_task``). What a task is
             given and returns is pickled then; tensors arrive on the CPU, wherever they were. Context variables stay
             here, for they cannot be pickled in general. The initializer runs in each process.
+        hooks: callables that are told what happens, one event at a time, in the thread where it happens; see
+            ``managed_exec.events``. Moves of memory are those of the whole process.
 
     Raises:
         ValueError: a number below one, no or unknown devices, an unknown placement or kind of workers. The text says
@@ -115,12 +122,14 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         memory: MemoryPolicy | Literal[False] | None = None,
         inherit_context: bool = True,
         workers: Literal["threads", "processes"] = "threads",
+        hooks: Iterable[Hook] = (),
     ) -> None:
         tasks_per_device = checked_tasks_per_device(tasks_per_device)
         place = checked_placement(placement)
         max_workers = checked_max_workers(max_workers)
         memory = checked_memory(memory)
         in_processes = checked_workers(workers) == "processes"
+        self._hooks = Hooks(hooks)
         self._devices = resolve_devices(devices)
         device_tasks = None if tasks_per_device is None else tasks_per_device * len(self._devices)
         if max_workers is None and device_tasks is None and in_processes:
@@ -143,6 +152,8 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         # Whose streams a task waits for. Tasks in processes wait when their arguments are copied.
         self._awaited = () if in_processes else self._accelerators
         self._lanes: Lanes | None = None
+        self._manager_hooks: Hooks | None = None  # of the memory manager, where it is this process's
+        self._stop_listening: Callable[[], object] = lambda: None
         if in_processes:
             policy = (memory or process_manager().policy) if memory is not False and self._accelerators else None
             broken = weakref.WeakMethod(self._initializer_failed)
@@ -165,6 +176,9 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             limits = manager.limits
             holds_back = manager.policy.admission == "learned"
             withdraw = limits.withdraw
+            self._manager_hooks = manager.hooks
+            if self._hooks.hooks:
+                self._listen_to_memory()
         capacity = self._lanes.capacity_bytes if self._lanes else partial(_capacity_bytes, self._devices, limits)
         self._loads = DeviceLoads(self._devices, tasks_per_device, place, capacity)
         self._footprints = Footprints()
@@ -209,6 +223,8 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             ANY if options is NO_OPTIONS else self._need_of(options),
         )
         task.future.watcher = self._watchdog
+        if self._hooks.hooks:
+            self._hooks.emit(TaskSubmitted(task.id, task.name, task.submitted_s))
         with self._shutdown_lock, stock._global_shutdown_lock:
             if self._broken:
                 raise stock.BrokenThreadPool(self._broken)
@@ -264,6 +280,32 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         """
         return self._footprints
 
+    @contextmanager
+    def trace(self, path: str | Path) -> Iterator[None]:
+        """Write to *path*, at the end of the block, a trace of what the pool does in it.
+
+        https://ui.perfetto.dev and ``chrome://tracing`` show it: tasks and waits by device and worker, spilled bytes by
+        tier, calls made elsewhere. Times fit those of ``torch.profiler``.
+
+        Raises:
+            OSError: the file cannot be written; raised at the beginning of the block, as far as can be told then.
+        """
+        with open(path, "w", encoding="utf-8") as file:
+            trace = Trace()
+            self._hooks.add(trace)
+            self._listen_to_memory()
+            try:
+                yield
+            finally:
+                self._hooks.remove(trace)
+                trace.write(file)
+
+    def _listen_to_memory(self) -> None:
+        """Have the pool's hooks be told of moves of memory, until it is shut down or collected."""
+        if self._manager_hooks is not None and self._hooks.emit not in self._manager_hooks.hooks:
+            self._manager_hooks.add(self._hooks.emit)
+            self._stop_listening = weakref.finalize(self, self._manager_hooks.remove, self._hooks.emit)
+
     def _need_of(self, options: TaskOptions) -> Need:
         """Return what a task with *options* asks of the pool's devices."""
         need = Need(options.memory_bytes, allowed_positions(options.device, self._devices))
@@ -292,6 +334,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
                 sampler.thread.join()
         if wait:
             self._watchdog.join()
+            self._stop_listening()
 
     shutdown.__doc__ = ThreadPoolExecutor.shutdown.__doc__
 
@@ -331,6 +374,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             watchdog,
             self._health,
             *self._thread_initializer,
+            Outcomes(self._loads, self._hooks),
             lanes=self._lanes,
         )
         watchdog.start_worker(worker, f"{self._thread_name_prefix}_{len(self._workers)}")

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from managed_exec.errors import TaskCancelledError, TaskTimeoutError
+from managed_exec.receipt import Receipt, RunFacts
 
 T = TypeVar("T")
 
@@ -37,6 +38,12 @@ class TaskFuture(Future[T]):
     # Of the class until they are set, so that a future nobody cancels costs what the standard one does.
     stop: Stop | None = None
     watcher: StopWatcher | None = None
+    is_told = False  # whether the task knows that it is to stop, and may do what it has to before it does
+    facts: RunFacts | None = None  # noted by the worker before the future is done; None: the task has not run
+
+    def receipt(self) -> Receipt | None:
+        """Return what became of the task; None until it is done."""
+        return Receipt.of(self.facts) if self.done() else None
 
     def cancel(self) -> bool:
         """Cancel the task if it has not started, as in the standard library; if it runs, tell it to stop.
@@ -51,6 +58,16 @@ class TaskFuture(Future[T]):
             if watcher is not None:
                 watcher.watch(self)
         return False
+
+    def check_stop(self) -> None:
+        """Raise, once, if the task is to stop and does not know. Called by operations of the task.
+
+        Raises:
+            TaskCancelledError, TaskTimeoutError: why it is to stop.
+        """
+        if self.stop is not None and not self.is_told:
+            self.is_told = True
+            raise self.stop.new_error()
 
     def request_stop(self, stop: Stop) -> bool:
         """Tell the task to stop; return False, and do nothing, if it does not run or has been told so already."""

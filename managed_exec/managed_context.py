@@ -61,7 +61,7 @@ class ManagedContext(DeviceContext):
                 self._owner.finished = True  # what it leaves behind is spilled first
                 self._owner.on_migration = None
                 self._manager.table.running.discard(self._owner)
-                self.peak_bytes = self._owner.peak_bytes
+                self.last_owner = self._owner
                 self._owner = None
 
     def _needs_mode(self, device: torch.device) -> bool:

@@ -5,9 +5,10 @@ The function stays an ordinary callable, and its own keywords are never taken aw
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, cast, overload
 
@@ -164,6 +165,7 @@ def gpu_task(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         TypeError: what is decorated is not callable, or cannot carry options; or an option is of the wrong type.
         ValueError: an option is out of range.
     """
+    _check_names(options)
     checked = TaskOptions(**options)
 
     def mark(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,6 +181,15 @@ def gpu_task(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         return function
 
     return mark if fn is None else mark(fn)
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    known = [field.name for field in fields(TaskOptions)]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"gpu_task: unknown option {name!r}, expected some of {', '.join(known)}{meant}")
 
 
 def options_of(function: Callable[..., Any]) -> TaskOptions:
@@ -202,5 +213,6 @@ def _variant(function: Callable[P, R_co], /, **changes: Any) -> GpuTask[P, R_co]
     def variant(*args: P.args, **kwargs: P.kwargs) -> R_co:
         return function(*args, **kwargs)
 
+    _check_names(changes)
     _attach(variant, replace(options_of(function), **changes))
     return cast("GpuTask[P, R_co]", variant)

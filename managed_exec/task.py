@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from contextvars import Context
+from time import perf_counter
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -21,7 +23,21 @@ class Task:
     A hundred thousand of these wait in a queue, so it holds what the call needs and nothing else.
     """
 
-    __slots__ = ("args", "attempts", "context", "fn", "future", "id", "kwargs", "modes", "need", "options", "streams")
+    __slots__ = (
+        "args",
+        "attempts",
+        "context",
+        "fn",
+        "future",
+        "id",
+        "kwargs",
+        "modes",
+        "need",
+        "options",
+        "started_s",
+        "streams",
+        "submitted_s",
+    )
 
     def __init__(
         self,
@@ -46,6 +62,22 @@ class Task:
         self.options = options
         self.need = need  # with which it is, or will be, booked
         self.attempts = 0  # runs that are over, of a task that may run again
+        self.submitted_s = perf_counter()
+        self.started_s: float | None = None  # the last time
+
+    @property
+    def name(self) -> str:
+        """The name of its function; that of its class where it has none."""
+        function = self.fn
+        while isinstance(function, functools.partial):
+            function = function.func
+        try:
+            return str(function.__qualname__)
+        except Exception:  # noqa: BLE001 many callables have no name, and what is the user's may raise anything
+            return type(function).__qualname__
+
+    def __str__(self) -> str:
+        return f"task {self.id} ({self.name})"
 
     def drop_call(self) -> None:
         """Let go of the function and its arguments."""
@@ -72,8 +104,14 @@ class CurrentTask(_Facts):
 
     @property
     def cancelled(self) -> bool:
-        """Whether the task is to stop: ``cancel()`` of its future was called, or its timeout is over."""
-        return self._stop is not None
+        """Whether the task is to stop: ``cancel()`` of its future was called, or its timeout is over.
+
+        A task that has seen this can finish what it has to: no operation of it raises for that reason any more.
+        """
+        if self._stop is None:
+            return False
+        self._note_told()
+        return True
 
     def checkpoint(self) -> None:
         """Stop the task here if it is to stop.
@@ -84,12 +122,18 @@ class CurrentTask(_Facts):
         """
         stop = self._stop
         if stop is not None:
+            self._note_told()
             raise stop.new_error()
 
     @property
     def _stop(self) -> Stop | None:
         future = None if self._future is None else self._future()
         return None if future is None else future.stop
+
+    def _note_told(self) -> None:
+        future = None if self._future is None else self._future()
+        if future is not None:
+            future.is_told = True
 
     def __getstate__(self) -> None:
         """Pickle the facts alone: the flag belongs to this process."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,11 @@ torch.set_num_threads(1)
 
 SIMULATED_DEVICES = 4
 SIMULATED_BYTES = 64 * 2**20
+
+
+def identity(value: object) -> str:
+    """Return what a parameter is called in a test's name: its repr without addresses, the same in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 @dataclass(frozen=True)

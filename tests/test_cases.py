@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Kind
+from conftest import Kind, identity
 
 from managed_exec import current_task, gpu_task, sim
 
@@ -147,7 +147,7 @@ class TestCase07BaseExceptions:
     class Stop(BaseException):
         pass
 
-    @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), Stop(), GeneratorExit()], ids=repr)
+    @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), Stop(), GeneratorExit()], ids=identity)
     def test_are_the_future_s_and_the_worker_goes_on(self, kind: Kind, error: BaseException) -> None:
         def throw() -> None:
             raise error

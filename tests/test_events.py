@@ -24,14 +24,14 @@ class TestHooks:
         hooks.emit(MOVED)
         assert seen == [(1, MOVED), (2, MOVED)]
 
-    def test_false_while_there_are_none(self) -> None:
+    def test_come_and_go(self) -> None:
         hooks, seen = Hooks(), []
-        assert not hooks
+        assert hooks.hooks == ()
         hooks.add(seen.append)
-        assert hooks
+        assert hooks.hooks == (seen.append,)
         hooks.remove(seen.append)
         hooks.remove(seen.append)
-        assert not hooks
+        assert hooks.hooks == ()
 
     @pytest.mark.parametrize("error", [ValueError, SystemExit])
     def test_one_that_fails_is_reported_and_called_no_more(

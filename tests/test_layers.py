@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("devices",),
     ("sim",),
     ("future",),
-    ("errors", "events", "sizes"),
+    ("errors", "events", "receipt", "sizes"),
 )
 LEVELS = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 

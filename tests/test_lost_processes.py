@@ -81,6 +81,19 @@ class TestStopping:
         assert eventually(lambda: pids.isdisjoint(lane_pids()), WAIT_S)
         assert pool.submit(gpu_task(device=1)(lambda: current_task().device.index)).result(WAIT_S) == 1
 
+    def test_one_that_is_told_while_its_process_starts_never_runs(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(watchdog, "GRACE_S", 0.2)
+        with nothing_left_by_processes():
+            initializer = functools.partial(never_look, tmp_path)
+            with GPUPoolExecutor(1, workers="processes", devices="cpu", initializer=initializer) as pool:
+                future = pool.submit(os.mkdir, tmp_path / "ran")
+                assert eventually(lambda: any(tmp_path.iterdir()), WAIT_S)
+                assert not future.cancel()
+                assert isinstance(future.exception(WAIT_S), TaskCancelledError)
+        assert not (tmp_path / "ran").exists()
+
     def test_the_clock_starts_with_the_task(self) -> None:
         """And not with its process, which takes longer."""
         with (

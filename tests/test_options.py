@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 
 import pytest
 import torch
-from conftest import Kind, eventually
+from conftest import Kind, eventually, identity
 
 from managed_exec import GPUPoolExecutor, current_task, gpu_task
 from managed_exec.options import TaskOptions, options_of
@@ -81,7 +81,7 @@ class TestMarking:
         assert options_of(own.options(device=1)) == TaskOptions(priority=7, device=1)
         assert options_of(scaled).priority == 3
 
-    @pytest.mark.parametrize("thing", [abs, dict, torch.add], ids=repr)
+    @pytest.mark.parametrize("thing", [abs, dict, torch.add], ids=identity)
     def test_what_cannot_carry_options(self, thing: Callable[..., object]) -> None:
         assert gpu_task(thing) is thing
         with pytest.raises(TypeError, match="cannot carry options; wrap it in a function"):
@@ -102,7 +102,7 @@ class TestMarking:
             ({"on_oom": "retry"}, ValueError),
             ({"device": 1.5}, TypeError),
         ],
-        ids=repr,
+        ids=identity,
     )
     def test_wrong_options(self, options: dict[str, object], error: type[Exception]) -> None:
         with pytest.raises(error, match=f"{'on_oom' if 'on_oom' in options else next(iter(options))}: "):
@@ -122,17 +122,25 @@ class TestPriority:
 
 class TestDevice:
     @pytest.mark.parametrize(
-        "choice", [2, "cuda:2", "sim:2", torch.device("cuda", 2), lambda d: d.index == 2], ids=repr
+        "choice", [2, "cuda:2", "sim:2", torch.device("cuda", 2), lambda d: d.index == 2], ids=identity
     )
     def test_by_number_name_and_function(self, simulator: Kind, choice: object) -> None:
         task = gpu_task(device=choice)(lambda: current_task().device.index)  # type: ignore[call-overload]
         with simulator.pool(max_workers=8) as pool:
             assert [future.result(WAIT_S) for future in [pool.submit(task) for _ in range(20)]] == [2] * 20
 
-    @pytest.mark.parametrize("choice", [7, "cuda:4", lambda d: False], ids=repr)
+    @pytest.mark.parametrize("choice", [7, "cuda:4", "gpu", -1, lambda d: False, lambda: True], ids=identity)
     def test_none_of_the_pool_s(self, simulator: Kind, choice: object) -> None:
-        with simulator.pool() as pool, pytest.raises(ValueError, match=r"none of the pool's devices, sim:0, .*sim:3"):
+        said = r"^device: .*(of the pool's devices, sim:0, .*sim:3|expected a function that is given a torch.device)"
+        with simulator.pool() as pool, pytest.raises(ValueError, match=said):
             pool.submit(gpu_task(device=choice)(abs_of), 1)  # type: ignore[call-overload]
+
+    def test_names_that_are_none(self) -> None:
+        expected = r"^gpu_task: unknown option 'memroy', expected some of memory, device, .*; did you mean 'memory'\?$"
+        with pytest.raises(TypeError, match=expected):
+            gpu_task(memroy=1)  # type: ignore[call-overload]
+        with pytest.raises(TypeError, match="unknown option 'x'"):
+            scaled.options(x=1)  # type: ignore[call-arg]
 
     def test_number_means_the_cpu_where_there_is_no_other(self) -> None:
         with GPUPoolExecutor(1, devices="cpu") as pool:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import Kind
+from conftest import Kind, identity
 
 from managed_exec import current_task, gpu_task
 from managed_exec.task import CurrentTask, Task
@@ -84,7 +84,7 @@ class TestGpuTask:
             assert pool.submit(solver.static, 2).result(WAIT_S) == 2
             assert pool.submit(Solver.of_class, 3).result(WAIT_S) == (Solver, 3)
 
-    @pytest.mark.parametrize("thing", [3, "2GiB", [solve], classmethod(solve)], ids=repr)
+    @pytest.mark.parametrize("thing", [3, "2GiB", [solve], classmethod(solve)], ids=identity)
     def test_what_cannot_be_called(self, thing: object) -> None:
         for mark in (gpu_task, gpu_task()):
             with pytest.raises(TypeError, match=r"gpu_task: expected a callable, got .*; options are keywords"):

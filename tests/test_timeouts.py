@@ -213,28 +213,32 @@ class TestCancel:
             assert allocated_bytes() == 0, "neither the error nor the pass that was broken off keeps tensors"
         assert reached == []
 
-    def test_again_at_each_operation(self, simulator: Kind) -> None:
-        """A loop that lets all errors pass comes to its end, too; and what needs no kernel can be done."""
-
-        def task() -> tuple[int, int, bool]:
+    @pytest.mark.parametrize("how", ["error", "cancelled", "checkpoint"])
+    def test_a_task_that_knows_can_save_what_it_has(self, simulator: Kind, how: str) -> None:
+        def task() -> tuple[torch.Tensor, float, bool]:
             x = torch.ones(NUMEL, device="cuda")
+            started.set()
             cancel_me.wait(WAIT_S)
-            failures = 0
             with torch.no_grad():
-                for _ in range(5):
-                    try:
-                        x.add_(1)
-                    except TaskCancelledError:
-                        failures += 1
-            return failures, x.numel(), torch.is_grad_enabled()
+                if how == "cancelled":
+                    assert current_task().cancelled
+                else:
+                    with pytest.raises(TaskCancelledError):
+                        x.add_(1) if how == "error" else current_task().checkpoint()
+                x.add_(2)
+            with pytest.raises(TaskCancelledError):
+                current_task().checkpoint()
+            return x.cpu(), x.sum().item(), torch.is_grad_enabled()
 
-        cancel_me = threading.Event()
+        started, cancel_me = threading.Event(), threading.Event()
         with simulator.pool(max_workers=1) as pool:
             future = pool.submit(task)
-            assert eventually(future.running)
+            assert started.wait(WAIT_S)
             future.cancel()
             cancel_me.set()
-            assert future.result(WAIT_S) == (5, NUMEL, True)
+            saved, total, grad_enabled = future.result(WAIT_S)
+        assert bool((saved == 3).all())
+        assert (total, grad_enabled) == (3 * NUMEL, True)
 
     def test_by_asyncio(self, kind: Kind) -> None:
         """What is cancelled or timed out there stops here."""

@@ -131,7 +131,7 @@ class Mover:
         return copied is not None
 
     def _tell(self, what: Literal["spilled", "unspilled"], record: Record, tier: str, started_s: float) -> None:
-        if self._hooks:
+        if self._hooks.hooks:
             task = None if record.owner is None else record.owner.name
             self._hooks.emit(
                 TensorMoved(what, record.device, tier, record.n_bytes, task, started_s, time.perf_counter())

@@ -162,7 +162,7 @@ class Relief:
                 owner.migrated += 1
         if owner is not None and owner.on_migration is not None:
             owner.on_migration(target)
-        if self._hooks:
+        if self._hooks.hooks:
             self._hooks.emit(CallMigrated(None if owner is None else owner.name, target, time.perf_counter()))
 
     def _rerun_on(self, call: Callable[[], T | NoRoom], request: _Request) -> T | NoRoom:

@@ -72,11 +72,16 @@ def _advice(
         return "a smaller batch or problem, or a device with more memory"
     reasons = {why for _, why in held}
     advice = []
-    if _TIERS_FULL in reasons:
+    if not policy.spill:
+        advice.append("tiers to spill to: MemoryPolicy(spill=('peer', 'host', 'disk')), the default")
+    elif _TIERS_FULL in reasons:
         advice.append(f"a larger host_limit or disk_limit, or one more tier than spill={policy.spill!r}")
     if _PINNED in reasons:
         advice.append("unpin()")
     if unmanaged_bytes > total_bytes // 4:
         advice.append("a smaller min_bytes in MemoryPolicy, or plain tensors dropped sooner")
-    advice.append("fewer tasks at once on the device (tasks_per_device), or smaller ones")
+    advice.append(
+        "fewer tasks at once on the device (tasks_per_device, gpu_task(memory=...), or "
+        "MemoryPolicy(admission='learned')), or smaller ones"
+    )
     return "; ".join(advice)

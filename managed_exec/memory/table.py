@@ -77,11 +77,11 @@ class RecordTable:
         the kernels in flight then; a kernel is noted first and looks at the states then. So one sees the other.
 
         Raises:
-            TaskCancelledError, TaskTimeoutError: the thread's task is to stop; nothing is noted.
+            TaskCancelledError, TaskTimeoutError: the thread's task is to stop, and did not know; nothing is noted.
         """
         flights = self._thread.flights
         if flights.future is not None and flights.future.stop is not None:
-            raise flights.future.stop.new_error()
+            flights.future.check_stop()
         flights.records.append(records)
 
     def land(self) -> None:
@@ -104,8 +104,8 @@ class RecordTable:
             TaskCancelledError, TaskTimeoutError: it is.
         """
         future = self._thread.flights.future
-        if future is not None and future.stop is not None:
-            raise future.stop.new_error()
+        if future is not None:
+            future.check_stop()
 
     def in_use(self) -> set[Record]:
         """Return the records that kernels in flight use. The lock is held."""

@@ -161,10 +161,10 @@ class Lanes:
             NotSendableError: the task cannot be sent.
             Exception: a lane cannot be started.
         """
-        name = _name_of(task)
+        name = str(task)
         parcel = self._packed(task, name, device)
         try:
-            lane, reply = self._called(parcel, device, name, task, started)
+            lane, reply = self._called(parcel, device, task, started)
         finally:
             parcel.close()
         if reply.failure is None:
@@ -177,28 +177,37 @@ class Lanes:
         return None, raised_in(reply.failure)
 
     def _called(
-        self, parcel: Parcel, device: torch.device, name: str, task: Task, started: Callable[[], None]
+        self, parcel: Parcel, device: torch.device, task: Task, started: Callable[[], None]
     ) -> tuple[Lane, Reply]:
         """Have the call in *parcel* made in a lane; return the lane, which is still the caller's, and the reply."""
-        while True:
-            lane = self._take(device, name)
-            started()
-            self._lane_of[task] = lane
-            self.tell_to_stop(task)  # in case it was to be told before
-            try:
-                return lane, lane.call(lane_process.run, parcel)
-            except LaneEndedError:
-                self._end(lane)  # while nobody used it, so no task is lost
-            except LaneLostError:
-                raise WorkerLostError(
-                    f"{name} on {device}: its process {self._ended(lane)} before the task was done; no other task was "
-                    "in it. Tasks that may run twice are run again with gpu_task(retries=1) or more"
-                ) from None
-            except BaseException:
-                self._end(lane)  # there may be something left in its channel
-                raise
-            finally:
-                self._lane_of.pop(task, None)
+        try:
+            while True:
+                lane = self._lane_of[task] = self._take(device, task)
+                if task.future.stop is not None:  # it was told so while a process was started
+                    self._put_back(lane)
+                    raise task.future.stop.new_error()
+                started()
+                self.tell_to_stop(task)  # in case it was told so in this moment
+                try:
+                    return lane, lane.call(lane_process.run, parcel)
+                except LaneEndedError:
+                    self._end(lane)  # while nobody used it, so no task is lost
+                except LaneLostError:
+                    raise WorkerLostError(self._lost(task, device, lane)) from None
+                except BaseException:
+                    self._end(lane)  # there may be something left in its channel
+                    raise
+        finally:
+            self._lane_of.pop(task, None)
+
+    def _lost(self, task: Task, device: torch.device, lane: Lane) -> str:
+        """Forget *lane*, whose process has ended, and return what to say of the task that was in it."""
+        text = f"{task} on {device}: its process {self._ended(lane)} before the task was done"
+        if task.attempts:
+            text += f", in its run number {task.attempts + 1}"
+        if not task.options.retries:
+            text += ". Tasks that may run twice are run again with gpu_task(retries=1) or more"
+        return text
 
     def _packed(self, task: Task, name: str, device: torch.device) -> Parcel:
         """Return the call that runs *task*."""
@@ -213,8 +222,8 @@ class Lanes:
 
     # -- lanes --------------------------------------------------------------------------------------------------------
 
-    def _take(self, device: torch.device, name: str) -> Lane:
-        """Return a lane of *device* that the caller has for itself; start one if none is idle.
+    def _take(self, device: torch.device, task: Task) -> Lane:
+        """Return a lane of *device* that the caller, who is to run *task*, has for itself; start one if none is idle.
 
         Raises:
             WorkerLostError: the process has ended before it was ready.
@@ -232,14 +241,16 @@ class Lanes:
                 return lane
             self._end(lane)
         try:
-            return self._started(device, name)
+            return self._started(device, task)
         except BaseException:
             with self._lock:
                 self._existing[device] -= 1
             raise
 
-    def _started(self, device: torch.device, name: str) -> Lane:
+    def _started(self, device: torch.device, task: Task) -> Lane:
         """Return a new lane of *device*, ready for tasks. One that is killed before is no task's fault: start another.
+
+        Unless *task*, for which it is started, is to stop: then it may have been killed for that.
 
         Raises:
             WorkerLostError: it has ended by itself, or too many were killed one after the other.
@@ -249,7 +260,7 @@ class Lanes:
             with self._lock:
                 seed = next(self._seeds) % 2**63
             setup = Setup(str(device), self._simulator, self._lane_policy, ProcessSettings.capture(), seed)
-            lane = Lane(device)
+            lane = self._lane_of[task] = Lane(device)
             try:
                 self._call_first(lane, lane_process.prepare, setup)
                 if self._initializer is not None:
@@ -257,6 +268,8 @@ class Lanes:
                 return lane
             except LaneLostError:
                 ending = lane.ending()
+                if task.future.stop is not None:
+                    raise task.future.stop.new_error() from None
                 if not lane.was_killed:
                     ending += (
                         ". A program that makes the pool without `if __name__ == '__main__':` makes it in each of its "
@@ -267,7 +280,7 @@ class Lanes:
                 lane.close()
                 lane.join()
                 raise
-        raise WorkerLostError(f"{name} on {device} has not run: the process that was started for it {ending}")
+        raise WorkerLostError(f"{task} on {device} has not run: the process that was started for it {ending}")
 
     def _call_first(self, lane: Lane, function: Callable[[bytes], bytes], content: object) -> None:
         """Make one of the calls by which *lane* becomes ready."""
@@ -329,13 +342,6 @@ def _check_sendable(name: str, parts: Sequence[tuple[str, object]]) -> None:
 
 def _numbered(args: Sequence[object]) -> list[tuple[str, object]]:
     return [(f"argument {i}", value) for i, value in enumerate(args, 1)]
-
-
-def _name_of(task: Task) -> str:
-    function = task.fn
-    while isinstance(function, functools.partial):
-        function = function.func
-    return f"task {task.id} ({getattr(function, '__qualname__', type(function).__qualname__)})"
 
 
 def _limited(policy: MemoryPolicy | None, total_bytes: int) -> int:

@@ -23,6 +23,7 @@ from managed_exec.devices import Device, DeviceMemory
 from managed_exec.errors import DeviceOutOfServiceError, PlacementError
 from managed_exec.options import ANY, Need
 from managed_exec.scheduling.placement import PLACEMENTS, DeviceSnapshot, Placement, PlacementRequest
+from managed_exec.sizes import format_bytes
 
 # What a device is kept for that is out of service: no task's need is this one.
 _NOBODY = Need(allowed=frozenset())
@@ -43,7 +44,11 @@ class DeviceLoads:
     ) -> None:
         self._capacity_bytes = capacity_bytes
         self._tasks_per_device = tasks_per_device
+        self.devices = tuple(device.torch_device for device in devices)
         self._placement = placement
+        names = [name for name, known in PLACEMENTS.items() if known is placement]
+        # Why a task that asks for nothing runs where it does.
+        self._usual_reason = "the pool's only device" if len(devices) == 1 else (names[0] if names else "placement")
         # Our own placements are short and call nothing else, so they run under the lock. A user's may do anything.
         self._trusted = placement in PLACEMENTS.values()
         # Guards all fields below. A leaf: nothing is called under it but trusted placements.
@@ -69,6 +74,22 @@ class DeviceLoads:
         """Return the state of every device, in the pool's order."""
         with self._lock:
             return list(self._current_snapshots())
+
+    def reason(self, need: Need, position: int) -> str:
+        """Return why a task with this *need* was booked at *position*."""
+        if need is ANY:
+            return self._usual_reason
+        if need.alone:
+            return "alone there, after it had run out of memory"
+        reasons = [self._usual_reason]
+        if need.allowed is not None:
+            reasons.append(f"device= allows {', '.join(str(self.devices[i]) for i in sorted(need.allowed))}")
+        if need.n_bytes:
+            reasons.append(f"{format_bytes(need.n_bytes)} could be reserved")
+        local = need.local_bytes.get(position)
+        if local:
+            reasons.append(f"{format_bytes(local)} of its arguments were there")
+        return "; ".join(reasons)
 
     def was_used(self, position: int) -> bool:
         """Return whether a task was ever booked on the device at *position*."""

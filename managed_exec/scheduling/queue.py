@@ -150,6 +150,21 @@ class TaskQueue:
             if token is not _LOOK:
                 return None if token is None else self._next_waiting()
 
+    def take_stranded(self) -> list[Task]:
+        """Remove and return the tasks that nothing will make room for: no task runs, and no device takes them.
+
+        So it is when what they ask for is reserved for tasks that were given up. For a pool that is being shut down;
+        else they wait for the threads of those tasks.
+        """
+        with self._lock:
+            if self._loads.running or any(self._loads.has_room(held.task.need) for held in self._held):
+                return []
+            stranded = [held.task for held in self._held]
+            self._held.clear()
+            for task in stranded:
+                self._loads.keep_no_longer(task.need)
+            return stranded
+
     def qsize(self) -> int:
         return self._tokens.qsize() + len(self._held)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import traceback
-from typing import Any
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -82,11 +84,62 @@ def is_device_error(error: BaseException) -> bool:
 
 
 def drop_frames(error: BaseException) -> None:
-    """Let go of the locals of every frame that *error*, and what it was raised from, came through.
+    """Let go of every frame that *error*, and what it was raised from, came through. The traceback stays readable.
 
     An exception keeps the frames, and so the tensors, of the task that raised it for as long as its future lives; for
-    an out-of-memory error that is the very memory that is missing, and of a task that was stopped nobody wants it. The
-    traceback stays readable.
+    an out-of-memory error that is the very memory that is missing, and of a task that was stopped nobody wants it. To
+    clear the frames is not enough: each keeps its function, and a closure's function what it closes over. So frames of
+    the same names and lines take their places.
     """
-    for link in error_chain(error):
-        traceback.clear_frames(link.__traceback__)
+    try:
+        for link in error_chain(error):
+            traceback.clear_frames(link.__traceback__)
+            link.__traceback__ = _bare(link.__traceback__)
+    finally:
+        del error, link  # a frame that takes another's place refers to those that made it
+
+
+class _Raised(Exception):  # noqa: N818 never seen
+    """What makes a frame."""
+
+
+class _Place(NamedTuple):
+    """Where a frame of a traceback is."""
+
+    filename: str
+    name: str
+    line: int
+    module: dict[str, Any]  # what linecache finds the source by, where it is not in a file
+
+
+def _bare(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback that reads as *trace* and refers to nothing of it."""
+    places = _places(trace)
+    del trace
+    bare: TracebackType | None = None
+    for place in reversed(places):
+        bare = TracebackType(bare, _frame(place), -1, place.line)
+    return bare
+
+
+def _places(trace: TracebackType | None) -> list[_Place]:
+    places = []
+    while trace is not None:
+        code, module = trace.tb_frame.f_code, trace.tb_frame.f_globals
+        named = {"__name__": module.get("__name__"), "__loader__": module.get("__loader__")}
+        places.append(_Place(code.co_filename, code.co_name, trace.tb_lineno or 1, named))
+        trace = trace.tb_next
+    return places
+
+
+def _frame(place: _Place) -> FrameType:
+    """Return the frame of a call that has ended, of that name and place."""
+    code = compile("raise error", place.filename, "exec").replace(co_name=place.name, co_firstlineno=place.line)
+    raised = _Raised()
+    with suppress(_Raised):
+        exec(code, {**place.module, "error": raised})
+    trace = raised.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    assert trace is not None, "the code raises"
+    return trace.tb_frame

@@ -67,7 +67,8 @@ class WorkerThread(threading.Thread):
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the thread has ended or is given up."""
-        if self is not threading.current_thread() and not self._over.wait(timeout):
+        # In a forked child it is not alive, and nobody would say that it is over.
+        if self is not threading.current_thread() and self.is_alive() and not self._over.wait(timeout):
             return
         if not self._is_given_up:
             super().join(timeout)

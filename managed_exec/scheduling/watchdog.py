@@ -47,9 +47,13 @@ class Watched(Protocol):
 
     thread: WorkerThread
 
+    @property
+    def is_of_lanes(self) -> bool:
+        """Whether its tasks run in processes."""
+
     def run(self) -> None: ...
 
-    def successor(self, task: Task, error: BaseException) -> Watched:
+    def successor(self, task: Task, position: int | None, error: BaseException) -> Watched:
         """Return a worker to go on in the place of this one, whose first act is to fail *task* with *error*."""
 
     def finish_first(self) -> None:
@@ -196,7 +200,7 @@ class Watchdog:
             run = self.running.get(future)
             if run is not None:
                 task = run[1]
-                text = f"{_name(task)} has not ended within its timeout of {task.options.timeout:g} s"
+                text = f"{task} has not ended within its timeout of {task.options.timeout:g} s"
                 future.request_stop(Stop(TaskTimeoutError, text))
                 self.clocks[future] = time.monotonic() + GRACE_S
                 run[0].tell_to_stop(task)
@@ -204,14 +208,16 @@ class Watchdog:
     def _give_up(self, run: Run, stop: Stop) -> None:
         """Go on without the worker of a task that does not return. The task's entry was taken out of ``running``."""
         worker, task, position = run
-        text = (
-            f"{_name(task)} has not stopped within {GRACE_S:g} s of being told to ({stop.text}): its thread "
-            f"{worker.thread.name!r} is given up, and another takes its place. It is at\n{_stack(worker.thread)}"
-        )
+        text = f"{task} has not stopped within {GRACE_S:g} s of being told to ({stop.text}): "
+        if worker.is_of_lanes:
+            text += "its process is ended"
+        else:
+            text += f"its thread {worker.thread.name!r} is given up, and another takes its place. It is at\n"
+            text += _stack(worker.thread)
         _log.warning(text)
         worker.release(task, position)
         self._workers.discard(worker)
-        successor = worker.successor(task, stop.new_error())
+        successor = worker.successor(task, position, stop.new_error())
         try:
             with self._threads_lock, stock._global_shutdown_lock:
                 self._threads.discard(worker.thread)
@@ -222,13 +228,6 @@ class Watchdog:
             successor.finish_first()
         finally:
             worker.thread.give_up()  # those who joined it now look for its successor
-
-
-def _name(task: Task) -> str:
-    try:
-        return f"task {task.id} ({task.fn.__qualname__})"
-    except Exception:  # noqa: BLE001 partial functions and the like have no name, and what is the user's may raise anything
-        return f"task {task.id} ({type(task.fn).__name__})"
 
 
 def _stack(thread: threading.Thread) -> str:

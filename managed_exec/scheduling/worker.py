@@ -20,20 +20,23 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import thread as stock
 from functools import partial
+from time import perf_counter
 from typing import Any, Protocol, TypeAlias
 
 from managed_exec.context import DeviceContext
 from managed_exec.devices import CpuDevice
-from managed_exec.errors import TaskCancelledError, TaskTimeoutError
+from managed_exec.errors import DeviceMemoryError, TaskCancelledError, TaskTimeoutError
 from managed_exec.future import TaskFuture
 from managed_exec.options import NO_OPTIONS
 from managed_exec.scheduling.appraisal import Appraiser
 from managed_exec.scheduling.health import DeviceHealth
 from managed_exec.scheduling.loads import DeviceLoads
+from managed_exec.scheduling.outcomes import Outcomes
 from managed_exec.scheduling.queue import TaskQueue
 from managed_exec.scheduling.run import drop_frames, is_device_error, is_out_of_memory, run_bound
 from managed_exec.scheduling.threads import WorkerThread
 from managed_exec.scheduling.watchdog import Watchdog
+from managed_exec.sizes import format_bytes
 from managed_exec.task import Task
 
 _log = logging.getLogger("concurrent.futures")  # where the standard pool reports what befalls a worker
@@ -77,7 +80,8 @@ class Worker:
         health: DeviceHealth,
         initializer: Callable[..., object] | None,
         initargs: tuple[Any, ...],
-        first: tuple[Task, BaseException] | None = None,
+        outcomes: Outcomes,
+        first: tuple[Task, int | None, BaseException] | None = None,
         lanes: TaskLanes | None = None,
     ) -> None:
         self._owner = owner
@@ -93,7 +97,8 @@ class Worker:
         self._health = health
         self._initializer = initializer
         self._initargs = initargs
-        self._first = first  # a task that was given up, and its error: what to begin with
+        self._outcomes = outcomes
+        self._first = first  # a task that was given up, where it ran, and its error: what to begin with
         self._lanes = lanes
         self.thread: WorkerThread  # set by the watchdog, which starts it
         self._was_given_up = False
@@ -131,10 +136,24 @@ class Worker:
                         self._done_with.append(None)
                     del taken  # or the task would live until the next one comes
                 elif self._must_exit():
+                    self._fail_stranded()
                     self._tasks.put(None)  # for the next worker
                     return
         except BaseException:  # noqa: BLE001 the last resort of a thread nobody watches
             _log.critical("Exception in worker", exc_info=True)
+
+    def _fail_stranded(self) -> None:
+        """Fail the tasks that would wait for ever, now that the pool ends."""
+        for task in self._tasks.take_stranded():
+            if task.attempts > 0 or task.future.set_running_or_notify_cancel():
+                needed = format_bytes(task.need.n_bytes)
+                error = DeviceMemoryError(
+                    f"{task} has not run: the pool was shut down while the {needed} that it asks for were reserved for "
+                    "tasks that were given up and have not ended"
+                )
+                self._outcomes.note_end(task, None, None, None, error, self.thread.name)
+                _finish(task, None, error)
+            self._done_with.append(None)
 
     def _must_exit(self) -> bool:
         owner = self._owner()
@@ -159,12 +178,16 @@ class Worker:
             if position is not None:
                 self._give_back(position, task)
             if may_run:
+                self._outcomes.note_end(task, None, None, None, error, self.thread.name)
                 _finish(task, None, error)
             del error, task
             return True
         result: Any = None
         report: BaseException | None = None  # what the device said besides
         is_mine = True  # whether it is still this worker that finishes the task
+        task.started_s = perf_counter()
+        if self._outcomes.are_told:
+            self._outcomes.tell_start(task, position, self.thread.name)
         self._running[task.future] = self, task, position
         try:
             if self._lanes is None:
@@ -179,9 +202,11 @@ class Worker:
                 result, error = self._lanes.run(task, position, partial(self._start_clock, task))
             # Before the booking is given back, so that whoever finds its room knows what this task has shown.
             appraiser = self._appraiser
-            if appraiser is not None and (context.peak_bytes or error is not None or appraiser.holds_back):
-                out_of_memory = error is not None and is_out_of_memory(error)
-                appraiser.learn(task, context.peak_bytes, failed=error is not None, out_of_memory=out_of_memory)
+            if appraiser is not None:
+                peak_bytes = 0 if context.last_owner is None else context.last_owner.peak_bytes
+                if peak_bytes or error is not None or appraiser.holds_back:
+                    out_of_memory = error is not None and is_out_of_memory(error)
+                    appraiser.learn(task, peak_bytes, failed=error is not None, out_of_memory=out_of_memory)
         finally:
             self._last_position = context.position  # not the one it began on, if a call of it was made elsewhere
             if self._running.pop(task.future, None) is not None:
@@ -205,6 +230,8 @@ class Worker:
                 del error
                 task.attempts += 1
                 task.need = task.need._replace(alone=True, unknown=None)
+                if self._outcomes.are_told:
+                    self._outcomes.tell_retry(task, self.thread.name)
                 self._tasks.put_back(task)
                 return False
             if task.options.on_oom == "cpu":
@@ -221,6 +248,9 @@ class Worker:
                     del error, result, task
                     return False
                 self._clocks.pop(task.future, None)
+                position = None
+        end = None if position is None else context.position
+        self._outcomes.note_end(task, position, end, context.last_owner, error, self.thread.name)
         _finish(task, result, error)
         # The traceback of the error refers to this frame, and so to whatever this frame still refers to.
         del error, report, result, task
@@ -251,6 +281,11 @@ class Worker:
         finally:
             self._running[future] = run
 
+    @property
+    def is_of_lanes(self) -> bool:
+        """Whether its tasks run in processes."""
+        return self._lanes is not None
+
     def tell_to_stop(self, task: Task) -> None:
         """Pass on, to where *task* runs, that it is to stop, which its future says already."""
         if self._lanes is not None:
@@ -264,7 +299,7 @@ class Worker:
             self._loads.give_back_place(position, task.need)
             self._tasks.look_again()
 
-    def successor(self, task: Task, error: BaseException) -> Worker:
+    def successor(self, task: Task, position: int | None, error: BaseException) -> Worker:
         """Return a worker to go on in the place of this one, whose first act is to fail *task* with *error*."""
         return Worker(
             self._owner,
@@ -277,7 +312,8 @@ class Worker:
             self._health,
             self._initializer,
             self._initargs,
-            (task, error),
+            self._outcomes,
+            (task, position, error),
             self._lanes,
         )
 
@@ -285,7 +321,10 @@ class Worker:
         """Finish the task that was given up before this worker came, if any: its callbacks run here."""
         if self._first is not None:
             first, self._first = self._first, None
-            _finish(first[0], None, first[1])
+            task, position, error = first
+            self._outcomes.note_end(task, position, position, None, error, self.thread.name)
+            _finish(task, None, error)
+            del first, task, error
             self._done_with.append(None)
 
     def _give_back(self, position: int, task: Task) -> None:

@@ -11,10 +11,17 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, TextIO
 
-from managed_exec.events import CallMigrated, Event, TaskFinished, TaskStarted, TaskSubmitted, TensorMoved
+from managed_exec.events import (
+    CallMigrated,
+    Event,
+    TaskFinished,
+    TaskRetried,
+    TaskStarted,
+    TaskSubmitted,
+    TensorMoved,
+)
 
 _QUEUE = "queue"  # the process that stands for the tasks that wait
 
@@ -61,8 +68,12 @@ class _Writer:
                     yield self._run(start, event)
             elif isinstance(event, TensorMoved):
                 yield from self._move(event)
-            else:
+            elif isinstance(event, CallMigrated):
                 yield self._migration(event)
+            else:
+                start = begun.pop((event.task_id, event.worker), None)
+                if start is not None:
+                    yield self._run(start, event)
         yield from self._names()
 
     def _us(self, at_s: float) -> float:
@@ -77,9 +88,11 @@ class _Writer:
         place = self._at(_QUEUE, "waiting")
         return {"ph": phase, "cat": "wait", "id": task_id, "name": name, "ts": self._us(at_s), **place}
 
-    def _run(self, start: TaskStarted, end: TaskFinished) -> dict[str, Any]:
+    def _run(self, start: TaskStarted, end: TaskFinished | TaskRetried) -> dict[str, Any]:
         details: dict[str, Any] = {"task": start.task_id, "attempt": start.attempt}
-        if end.error is not None:
+        if isinstance(end, TaskRetried):
+            details["ended"] = "out of memory; it runs again"
+        elif end.error is not None:
             details["error"] = repr(end.error)
         return {
             "ph": "X",
@@ -121,15 +134,3 @@ class _Writer:
         for (process, thread), tid in self._threads.items():
             pid = self._processes[process]
             yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": thread}}
-
-
-def checked_path(path: str | Path) -> Path:
-    """Return *path*, where a trace can be written, as far as can be told before.
-
-    Raises:
-        FileNotFoundError: there is no such directory.
-    """
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"trace: expected a path in an existing directory, got {str(path)!r}")
-    return path

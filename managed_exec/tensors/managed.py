@@ -87,7 +87,11 @@ class ManagedTensor(PlacedTensor, Handle):
             if is_special and func == SET_DATA and isinstance(args[0], ManagedTensor):
                 args[0].take_over()
             return result
-        return remedy(func)
+        try:
+            return remedy(func)
+        except ElsewhereError as error:
+            text = str(error)
+        raise DeviceMemoryError(text)  # once is enough
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is not readable
         plain = plain_copy(self, torch.device("cpu"))

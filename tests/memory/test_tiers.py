@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Kind, eventually
+from conftest import Kind, eventually, identity
 
 from managed_exec import GPUPoolExecutor, sim
 from managed_exec.errors import DeviceMemoryError, NotMovableError, TierFullError
@@ -215,7 +215,7 @@ def test_killed_process_leaves_nothing_for_long(tmp_path: Path) -> None:
         ({"spill_dir": 3}, TypeError),
         ({"spill_dir": __file__}, ValueError),
     ],
-    ids=repr,
+    ids=identity,
 )
 def test_policy_is_checked(wrong: dict, error: type[Exception]) -> None:
     with pytest.raises(error, match=f"{next(iter(wrong))}: expected|cannot read"):
@@ -258,7 +258,7 @@ def test_open_pool_keeps_its_policy(small_device: MemoryManager) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [{"spill": ()}, {"spill": ("host",), "host_limit": 2**18}, {"spill": ("peer",)}], ids=repr
+    "policy", [{"spill": ()}, {"spill": ("host",), "host_limit": 2**18}, {"spill": ("peer",)}], ids=identity
 )
 def test_results_that_no_tier_takes(simulator: Kind, policy: dict) -> None:
     """The error comes, says what is full, and the pool goes on; the results are untouched."""

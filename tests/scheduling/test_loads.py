@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import identity
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -247,7 +248,7 @@ class TestUserPlacement:
             loads.book(None)
         assert running(loads) == [1, 0]
 
-    @pytest.mark.parametrize("error", [KeyError("k"), StopIteration(), AssertionError()], ids=repr)
+    @pytest.mark.parametrize("error", [KeyError("k"), StopIteration(), AssertionError()], ids=identity)
     def test_raising(self, error: Exception) -> None:
         def placement(devices: Sequence[DeviceSnapshot], request: PlacementRequest) -> int:
             raise error

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from conftest import Kind, eventually
+from conftest import Kind, eventually, identity
 from test_loads import make_loads, running
 
 from managed_exec import GPUPoolExecutor, current_task, gpu_task, sim
@@ -100,7 +100,7 @@ class TestPool:
             )
             assert pool.submit(compute_where.options(device=lambda d: d.index in (1, 2))).result(WAIT_S)[0] == 1
 
-    @pytest.mark.parametrize("options", [{"device": 1}, {"device": 1, "memory": "60MiB"}], ids=repr)
+    @pytest.mark.parametrize("options", [{"device": 1}, {"device": 1, "memory": "60MiB"}], ids=identity)
     def test_nothing_waits_for_it(self, devices: Kind, options: dict[str, object]) -> None:
         """Also not what waited before it broke, for room or for the task that ran there."""
         with devices.pool(max_workers=8, tasks_per_device=1) as pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import subprocess
@@ -17,8 +18,10 @@ import torch
 from conftest import Kind, eventually
 
 from managed_exec import GPUPoolExecutor, current_task, gpu_task
-from managed_exec.errors import TaskCancelledError, TaskTimeoutError
+from managed_exec.errors import DeviceMemoryError, TaskCancelledError, TaskTimeoutError
+from managed_exec.options import Need
 from managed_exec.scheduling import watchdog
+from managed_exec.scheduling.threads import WorkerThread
 
 WAIT_S = 30
 MIB = 2**20
@@ -93,6 +96,25 @@ class TestGivenUp:
             assert type(future.exception(WAIT_S)) is TaskCancelledError
             assert not future.cancelled()
             assert pool.submit(abs, -1).result(WAIT_S) == 1
+
+    @pytest.mark.parametrize("ends", [True, False])
+    def test_tasks_that_wait_for_its_bytes_when_the_pool_is_shut_down(
+        self, simulator: Kind, stuck: Stuck, ends: bool
+    ) -> None:
+        """They run if it ends before, and fail if it does not: none of them is left undone."""
+        pool = simulator.pool(max_workers=2, devices=1)
+        most = pool._loads.largest_bytes(Need(1))
+        given_up = pool.submit(gpu_task(timeout=0.01, memory=most)(stuck))
+        waiting = pool.submit(gpu_task(memory=most)(abs_of), -3)
+        assert isinstance(given_up.exception(WAIT_S), TaskTimeoutError)
+        if ends:
+            stuck.open.set()
+            assert waiting.result(WAIT_S) == 3
+        pool.shutdown()
+        if not ends:
+            error = waiting.exception(0)
+            assert type(error) is DeviceMemoryError
+            assert "were reserved for tasks that were given up" in str(error)
 
     def test_bytes_stay_reserved_until_it_has_ended(self, simulator: Kind, stuck: Stuck) -> None:
         """It may still hold them; only its place is free."""
@@ -318,3 +340,17 @@ def test_shutdown_in_a_task_is_an_error_as_in_the_standard_pool(kind: Kind) -> N
     pool = kind.pool(max_workers=1)
     assert isinstance(pool.submit(pool.shutdown).exception(WAIT_S), RuntimeError)
     pool.shutdown()
+
+
+def test_forked_child_does_not_wait_for_the_threads_of_its_parent() -> None:
+    """They are not there, and so never over. As at the exit of a child that a task, or a process pool, has forked."""
+    go = threading.Event()
+    thread = WorkerThread(go.wait, "worker")
+    thread.start()
+    child = multiprocessing.get_context("fork").Process(target=thread.join)
+    child.start()
+    child.join(WAIT_S)
+    assert child.exitcode == 0
+    go.set()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()

@@ -11,7 +11,7 @@ from concurrent.futures import CancelledError, Future
 
 import pytest
 import torch
-from conftest import Kind, allocated_bytes
+from conftest import Kind, allocated_bytes, identity
 
 from managed_exec import GPUPoolExecutor, current_task, sim
 from managed_exec.errors import PlacementError
@@ -315,7 +315,7 @@ class TestPlacement:
                 pool.submit(ran.append, i).result(WAIT_S)
         assert ran == [0, 1]
 
-    @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), Stop()], ids=repr)
+    @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), Stop()], ids=identity)
     def test_placement_that_exits_fails_the_task_alone(self, simulator: Kind, error: BaseException) -> None:
         errors = [error]
 

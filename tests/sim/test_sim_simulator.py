@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import identity
 
 from managed_exec import sim
 from managed_exec.errors import SimulatorBusyError
@@ -70,7 +71,7 @@ def test_wrong_arguments(arguments: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [{"devices": "2"}, {"devices": 2.0}, {"devices": True}, {"host_bandwidth": "10GB"}, {"kernel_s": None}],
-    ids=repr,
+    ids=identity,
 )
 def test_arguments_of_a_wrong_type(arguments: dict[str, object]) -> None:
     with pytest.raises(TypeError, match=f"{next(iter(arguments))}: expected .*, got "):

@@ -8,7 +8,7 @@ from queue import Empty, SimpleQueue
 
 import pytest
 import torch
-from conftest import Kind, eventually
+from conftest import Kind, eventually, identity
 
 from managed_exec.devices import DeviceMemory
 from managed_exec.scheduling.loads import DeviceLoads
@@ -180,7 +180,9 @@ class TestReadings:
         assert [snapshot[3:6] for snapshot in rig.loads.snapshots()] == [(999, 1000, 0.5)] * 2
 
     @pytest.mark.parametrize(
-        "error", [RuntimeError("gone"), torch.AcceleratorError("gone"), OSError("gone"), ValueError("gone")], ids=repr
+        "error",
+        [RuntimeError("gone"), torch.AcceleratorError("gone"), OSError("gone"), ValueError("gone")],
+        ids=identity,
     )
     def test_device_that_cannot_be_read(self, rig: Rig, error: Exception) -> None:
         """The others are, its last figures stay, and it is tried again."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import Kind
+from conftest import Kind, identity
 
 from managed_exec import GPUPoolExecutor, ManagedModule, ManagedTensor, MemoryPolicy, device_manager, manage, sim
 from managed_exec.errors import DeviceMemoryError
@@ -57,7 +57,7 @@ def test_find_device(simulator: Kind) -> None:
             device_manager.find_device(wrong)
 
 
-@pytest.mark.parametrize("device", [None, 1, "cuda:1", "sim:1", torch.device("cuda:1")], ids=repr)
+@pytest.mark.parametrize("device", [None, 1, "cuda:1", "sim:1", torch.device("cuda:1")], ids=identity)
 def test_structures_keep_their_form(simulator: Kind, device: object) -> None:
     x, y = torch.arange(3.0), torch.arange(4)
     groups = defaultdict(list, a=[x, "text", None])

@@ -1,0 +1,83 @@
+"""What becomes of tasks: noted for their receipts, and told to hooks."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+
+from managed_exec.events import Hooks, TaskFinished, TaskRetried, TaskStarted
+from managed_exec.memory.owner import Owner
+from managed_exec.receipt import NOTHING_MOVED, RunFacts
+from managed_exec.scheduling.loads import DeviceLoads
+from managed_exec.task import Task
+
+_CPU = torch.device("cpu")
+
+
+class Outcomes:
+    """Notes what the workers of a pool report."""
+
+    def __init__(self, loads: DeviceLoads, hooks: Hooks) -> None:
+        self._loads = loads
+        self._hooks = hooks
+
+    @property
+    def are_told(self) -> bool:
+        """Whether anybody listens."""
+        return bool(self._hooks.hooks)
+
+    def tell_start(self, task: Task, position: int, worker: str) -> None:
+        """Tell that *task* is about to be called on the device at *position*."""
+        started_s = perf_counter() if task.started_s is None else task.started_s
+        device = self._loads.devices[position]
+        self._hooks.emit(TaskStarted(task.id, task.name, device, worker, task.attempts, started_s))
+
+    def tell_retry(self, task: Task, worker: str) -> None:
+        """Tell that a run of *task* is over, and another will come."""
+        self._hooks.emit(TaskRetried(task.id, task.name, worker, perf_counter()))
+
+    def note_end(
+        self,
+        task: Task,
+        position: int | None,
+        end: int | None,
+        owner: Owner | None,
+        error: BaseException | None,
+        worker: str,
+    ) -> None:
+        """Note what became of *task*, and tell those who listen, before its future is done.
+
+        Args:
+            position: of the device that it was booked on; None if on none, in the end.
+            end: of the device that it ended on: a call of it may have been made elsewhere.
+            owner: the task to the memory manager; None where nothing was counted.
+            error: what it has raised, or why it was not run.
+            worker: the name of the worker's thread.
+        """
+        ended_s = perf_counter()
+        device: torch.device | None = None
+        if task.started_s is None:
+            reason = "it has not run"
+        elif position is None or end is None:
+            device, reason = _CPU, "it ran out of device memory, and on_oom='cpu'"
+        else:
+            device, reason = self._loads.devices[end], self._loads.reason(task.need, position)
+            if end != position:
+                reason += f"; moved from {self._loads.devices[position]}, which had no room for a call of it"
+        task.future.facts = RunFacts(
+            device,
+            reason,
+            task.submitted_s,
+            task.started_s,
+            ended_s,
+            task.attempts,
+            task.need.n_bytes or task.need.expected_bytes,
+            None if owner is None else owner.peak_bytes,
+            dict(owner.moved_bytes) if owner is not None and owner.moved_bytes else NOTHING_MOVED,
+            0 if owner is None else owner.migrated,
+            None if error is None else type(error),
+        )
+        if self._hooks.hooks:
+            times = task.submitted_s, task.started_s, ended_s
+            self._hooks.emit(TaskFinished(task.id, task.name, device, worker, *times, error))
