@@ -24,8 +24,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import thread as stock
+from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
+from queue import Empty
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -58,7 +60,7 @@ from managed_exec.scheduling.placement import Placement
 from managed_exec.scheduling.queue import TaskQueue
 from managed_exec.scheduling.threads import start_thread
 from managed_exec.scheduling.watchdog import Watchdog
-from managed_exec.scheduling.worker import Worker
+from managed_exec.scheduling.worker import Worker, finish
 from managed_exec.sizes import format_bytes
 from managed_exec.task import Task
 from managed_exec.telemetry.sampler import DeviceSampler
@@ -276,11 +278,28 @@ class GPUPoolExecutor(ThreadPoolExecutor):
                 thread.join()
             joined |= threads
 
+    def _initializer_failed(self) -> None:
+        """Declare the pool broken, and fail all that waits.
+
+        The standard pool's own stops at the first future that was cancelled, and takes away what ``shutdown`` has put
+        for the workers.
+        """
+        reason: Any = "A thread initializer failed, the thread pool is not usable anymore"
+        with self._shutdown_lock:
+            self._broken = reason
+        with suppress(Empty):
+            while True:
+                task = self._tasks.get_nowait()
+                if task is not None and task.future.set_running_or_notify_cancel():
+                    finish(task, None, stock.BrokenThreadPool(reason))
+        self._tasks.put(None)
+
     def _start_worker(self) -> None:
         """Start one more worker. The first two locks are held."""
-        if not self._workers and len(self._accelerators) > 1:
-            self._sampler = DeviceSampler(self._devices, self._loads, f"{self._thread_name_prefix}_sampler")
-            start_thread(self._sampler.thread, self._sampler.wake)
+        if self._sampler is None and len(self._accelerators) > 1:
+            sampler = DeviceSampler(self._devices, self._loads, f"{self._thread_name_prefix}_sampler")
+            start_thread(sampler.thread, sampler.wake)
+            self._sampler = sampler
         tasks, watchdog = self._tasks, self._watchdog
         wake = None if self._sampler is None else self._sampler.wake
 

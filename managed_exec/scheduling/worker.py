@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeAlias
 
 from managed_exec.context import DeviceContext
 from managed_exec.devices import CpuDevice
-from managed_exec.errors import TaskCancelledError, TaskTimeoutError
+from managed_exec.errors import DeviceMemoryError, TaskCancelledError, TaskTimeoutError
 from managed_exec.future import TaskFuture
 from managed_exec.options import NO_OPTIONS
 from managed_exec.scheduling.appraisal import Appraiser
@@ -132,7 +132,8 @@ class Worker:
                     del taken  # or the task would live until the next one comes
                 elif self._must_exit():
                     self._tasks.put(None)  # for the next worker
-                    return
+                    if self._loads.running or not self._is_needed(context):
+                        return
         except BaseException:  # noqa: BLE001 the last resort of a thread nobody watches
             _log.critical("Exception in worker", exc_info=True)
 
@@ -143,6 +144,17 @@ class Worker:
         if owner is not None:
             owner._shutdown = True
         return True
+
+    def _is_needed(self, context: DeviceContext) -> bool:
+        """Return whether tasks are held that only this worker may be left to start; fail those that nobody can."""
+        for task in self._tasks.take_stranded():
+            error = DeviceMemoryError(
+                "the pool has ended, and the device memory that the task is to have is still reserved for tasks that "
+                "were given up and have not ended"
+            )
+            self._run_task(task, None, error, context)
+            del task, error
+        return self._tasks.has_held
 
     def _run_task(self, task: Task, position: int | None, error: BaseException | None, context: DeviceContext) -> bool:
         """Run *task*, booked at *position*; return whether it is done with: it may be to run again.
@@ -159,7 +171,7 @@ class Worker:
             if position is not None:
                 self._give_back(position, task)
             if may_run:
-                _finish(task, None, error)
+                finish(task, None, error)
             del error, task
             return True
         result: Any = None
@@ -221,7 +233,7 @@ class Worker:
                     del error, result, task
                     return False
                 self._clocks.pop(task.future, None)
-        _finish(task, result, error)
+        finish(task, result, error)
         # The traceback of the error refers to this frame, and so to whatever this frame still refers to.
         del error, report, result, task
         return True
@@ -285,7 +297,7 @@ class Worker:
         """Finish the task that was given up before this worker came, if any: its callbacks run here."""
         if self._first is not None:
             first, self._first = self._first, None
-            _finish(first[0], None, first[1])
+            finish(first[0], None, first[1])
             self._done_with.append(None)
 
     def _give_back(self, position: int, task: Task) -> None:
@@ -298,7 +310,7 @@ class Worker:
         return self._on_cpu
 
 
-def _finish(task: Task, result: Any, error: BaseException | None) -> None:
+def finish(task: Task, result: Any, error: BaseException | None) -> None:
     """Let go of what *task* was called with, and have its future done."""
     task.drop_call()
     try:

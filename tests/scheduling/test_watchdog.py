@@ -17,7 +17,7 @@ import torch
 from conftest import Kind, eventually
 
 from managed_exec import GPUPoolExecutor, current_task, gpu_task
-from managed_exec.errors import TaskCancelledError, TaskTimeoutError
+from managed_exec.errors import DeviceMemoryError, TaskCancelledError, TaskTimeoutError
 from managed_exec.scheduling import watchdog
 
 WAIT_S = 30
@@ -108,6 +108,22 @@ class TestGivenUp:
             stuck.open.set()
             assert large.result(WAIT_S) == 2, "and is looked at again when it has ended"
         assert loads(pool) == (0, 0)
+
+    def test_shutdown_leaves_no_task_behind_such_bytes(self, simulator: Kind, stuck: Stuck) -> None:
+        """What waits for them fails when the pool has nobody left to start it; what does not need them still runs."""
+        with simulator.pool(max_workers=2, devices=1) as pool:
+            future = pool.submit(gpu_task(timeout=0.2, memory="40MiB")(stuck))
+            assert stuck.started.wait(WAIT_S)
+            large = [pool.submit(abs_of.options(memory="25MiB"), -i) for i in range(3)]
+            small = [pool.submit(abs_of.options(memory="24MiB"), -i) for i in range(30)]
+            plain = [pool.submit(abs, -i) for i in range(30)]
+        assert isinstance(future.exception(0), TaskTimeoutError)
+        for held in large:
+            with pytest.raises(DeviceMemoryError, match="still reserved for tasks that were given up"):
+                held.result(0)
+        assert [f.result(0) for f in small] == [f.result(0) for f in plain] == list(range(30))
+        assert loads(pool) == (0, 40 * MIB)
+        assert not pool._loads._kept_for
 
     def test_every_worker_at_once(self, simulator: Kind) -> None:
         tasks = [Stuck() for _ in range(4)]
@@ -223,7 +239,9 @@ class TestGivenUp:
                 future.cancel()
                 assert isinstance(future.exception(WAIT_S), TaskCancelledError)
                 assert eventually(lambda: not pool._threads)
+            sampler = pool._sampler
             assert pool.submit(abs, -1).result(WAIT_S) == 1
+            assert pool._sampler is sampler, "a second one would never be ended"
 
 
 def no_thread(thread: object, wake: object) -> None:
