@@ -1,16 +1,17 @@
-"""Checks of the constructor's arguments, so that a wrong one fails there and not in a worker."""
+"""Checks of arguments of the constructor and of ``gpu_task``, so that a wrong one fails there and not in a worker."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
 from managed_exec.devices import Device
 from managed_exec.memory.policy import MemoryPolicy
-from managed_exec.options import DeviceChoice
+from managed_exec.options import DeviceChoice, Need, TaskOptions
 from managed_exec.scheduling.placement import PLACEMENTS, Placement
+from managed_exec.sizes import format_bytes
 
 
 def checked_max_workers(max_workers: int | None) -> int | None:
@@ -103,3 +104,33 @@ def _positive(number: int | None, too_small: str, name: str) -> int | None:
     if number <= 0:
         raise ValueError(f"{too_small}, got {number}")
     return number
+
+
+class Sizes(Protocol):
+    """Where the largest device that a need takes is known, and what tasks may use of it."""
+
+    def largest_bytes(self, need: Need) -> int: ...
+
+
+def checked_need(options: TaskOptions, devices: Sequence[Device], loads: Sizes, lanes: Sizes | None) -> Need:
+    """Return what a task with *options* asks of a pool's *devices*.
+
+    Args:
+        loads: knows the devices' sizes.
+        lanes: knows what each process may use of them, if tasks run in processes.
+
+    Raises:
+        ValueError: it asks for more than there is, or for none of the devices.
+    """
+    need = Need(options.memory_bytes, allowed_positions(options.device, devices))
+    if need.n_bytes and need.n_bytes > (largest := loads.largest_bytes(need)):
+        raise ValueError(
+            f"memory: the task needs {format_bytes(need.n_bytes)}, and the largest device it may run on has "
+            f"{format_bytes(largest)}"
+        )
+    if need.n_bytes and lanes and need.n_bytes > (largest := lanes.largest_bytes(need)):
+        raise ValueError(
+            f"memory: the task needs {format_bytes(need.n_bytes)}, and the limit of the memory policy leaves each "
+            f"of the processes on a device {format_bytes(largest)}; have fewer tasks there at once"
+        )
+    return need

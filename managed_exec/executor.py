@@ -24,19 +24,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import thread as stock
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
+from queue import Empty
 from typing import Any, Literal, TypeVar, cast
 
 import torch
 
 from managed_exec.config import (
-    allowed_positions,
     checked_flag,
     checked_max_workers,
     checked_memory,
+    checked_need,
     checked_placement,
     checked_tasks_per_device,
     checked_workers,
@@ -51,7 +52,7 @@ from managed_exec.memory.limits import Limits
 from managed_exec.memory.manager import configure
 from managed_exec.memory.manager import manager as process_manager
 from managed_exec.memory.policy import MemoryPolicy
-from managed_exec.options import ANY, NO_OPTIONS, Need, TaskOptions, options_of
+from managed_exec.options import ANY, NO_OPTIONS, options_of
 from managed_exec.scheduling.appraisal import Appraiser
 from managed_exec.scheduling.footprints import Footprints
 from managed_exec.scheduling.health import DeviceHealth
@@ -62,8 +63,7 @@ from managed_exec.scheduling.placement import Placement
 from managed_exec.scheduling.queue import TaskQueue
 from managed_exec.scheduling.threads import start_thread
 from managed_exec.scheduling.watchdog import Watchdog
-from managed_exec.scheduling.worker import Worker
-from managed_exec.sizes import format_bytes
+from managed_exec.scheduling.worker import Worker, finish
 from managed_exec.streaming import stream
 from managed_exec.task import Task
 from managed_exec.telemetry.sampler import DeviceSampler
@@ -220,7 +220,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             SubmitterModes.capture(self._devices[0].torch_device.type) if self._inherit_context else None,
             SubmitterStreams.capture(self._awaited) if self._awaited else None,
             options,
-            ANY if options is NO_OPTIONS else self._need_of(options),
+            ANY if options is NO_OPTIONS else checked_need(options, self._devices, self._loads, self._lanes),
         )
         task.future.watcher = self._watchdog
         if self._hooks.hooks:
@@ -306,21 +306,6 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             self._manager_hooks.add(self._hooks.emit)
             self._stop_listening = weakref.finalize(self, self._manager_hooks.remove, self._hooks.emit)
 
-    def _need_of(self, options: TaskOptions) -> Need:
-        """Return what a task with *options* asks of the pool's devices."""
-        need = Need(options.memory_bytes, allowed_positions(options.device, self._devices))
-        if need.n_bytes and need.n_bytes > (largest := self._loads.largest_bytes(need)):
-            raise ValueError(
-                f"memory: the task needs {format_bytes(need.n_bytes)}, and the largest device it may run on has "
-                f"{format_bytes(largest)}"
-            )
-        if need.n_bytes and self._lanes and need.n_bytes > (largest := self._lanes.largest_bytes(need)):
-            raise ValueError(
-                f"memory: the task needs {format_bytes(need.n_bytes)}, and the limit of the memory policy leaves each "
-                f"of the processes on a device {format_bytes(largest)}; have fewer tasks there at once"
-            )
-        return need
-
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         super().shutdown(False, cancel_futures=cancel_futures)
         if wait:
@@ -350,11 +335,28 @@ class GPUPoolExecutor(ThreadPoolExecutor):
                 thread.join()
             joined |= threads
 
+    def _initializer_failed(self) -> None:
+        """Declare the pool broken, and fail all that waits.
+
+        The standard pool's own stops at the first future that was cancelled, and takes away what ``shutdown`` has put
+        for the workers.
+        """
+        reason: Any = "A thread initializer failed, the thread pool is not usable anymore"
+        with self._shutdown_lock:
+            self._broken = reason
+        with suppress(Empty):
+            while True:
+                task = self._tasks.get_nowait()
+                if task is not None and task.future.set_running_or_notify_cancel():
+                    finish(task, None, stock.BrokenThreadPool(reason))
+        self._tasks.put(None)
+
     def _start_worker(self) -> None:
         """Start one more worker. The first two locks are held."""
-        if not self._workers and len(self._accelerators) > 1:
-            self._sampler = DeviceSampler(self._devices, self._loads, f"{self._thread_name_prefix}_sampler")
-            start_thread(self._sampler.thread, self._sampler.wake)
+        if self._sampler is None and len(self._accelerators) > 1:
+            sampler = DeviceSampler(self._devices, self._loads, f"{self._thread_name_prefix}_sampler")
+            start_thread(sampler.thread, sampler.wake)
+            self._sampler = sampler
         tasks, watchdog = self._tasks, self._watchdog
         wake = None if self._sampler is None else self._sampler.wake
 

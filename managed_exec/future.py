@@ -6,7 +6,7 @@ by ``checkpoint()`` and before each managed operation. It is never unset.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from managed_exec.errors import TaskCancelledError, TaskTimeoutError
@@ -43,7 +43,12 @@ class TaskFuture(Future[T]):
 
     def receipt(self) -> Receipt | None:
         """Return what became of the task; None until it is done."""
-        return Receipt.of(self.facts) if self.done() else None
+        if not self.done():
+            return None
+        if self.facts is not None:
+            return Receipt.of(self.facts)
+        error = CancelledError() if self.cancelled() else self.exception()
+        return Receipt(None, "it has not run", None, 0.0, error=None if error is None else type(error))
 
     def cancel(self) -> bool:
         """Cancel the task if it has not started, as in the standard library; if it runs, tell it to stop.

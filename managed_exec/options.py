@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
@@ -68,6 +69,8 @@ class TaskOptions:
                 raise TypeError(f"timeout: expected seconds or None, got {self.timeout!r}")
             if not self.timeout > 0:
                 raise ValueError(f"timeout: expected more than 0 seconds, or None for no end, got {self.timeout}")
+            if self.timeout > sys.float_info.max and not isinstance(self.timeout, float):
+                raise ValueError("timeout: expected a number of seconds that a float can hold, or None for no end")
         if self.on_oom not in _ON_OOM:
             raise ValueError(f"on_oom: expected one of {', '.join(_ON_OOM)}, got {self.on_oom!r}")
         if self.on_oom == "retry" and not self.retries:

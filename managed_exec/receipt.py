@@ -6,7 +6,6 @@ While a task runs its worker notes plain facts; the record is made of them when 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -66,10 +65,8 @@ class Receipt:
     error: type[BaseException] | None = None
 
     @staticmethod
-    def of(facts: RunFacts | None) -> Receipt:
-        """Make the record of a task that is done; None: it was cancelled before it started."""
-        if facts is None:
-            return Receipt(None, "cancelled before it started", None, 0.0, error=CancelledError)
+    def of(facts: RunFacts) -> Receipt:
+        """Make the record of a task that came to a worker, and is done."""
         started_s = facts.ended_s if facts.started_s is None else facts.started_s
         return Receipt(
             facts.device,

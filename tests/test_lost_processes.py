@@ -102,6 +102,32 @@ class TestStopping:
         ):
             assert pool.submit(gpu_task(timeout=0.5)(abs_of), -3).result(WAIT_S) == 3
 
+    @pytest.mark.parametrize("gives_up", [False, True])
+    def test_while_its_process_starts(self, gives_up: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is not run, also if it was given up meanwhile; a timeout of its own makes no difference."""
+        if gives_up:
+            monkeypatch.setattr(watchdog, "GRACE_S", 0.05)
+        with (
+            nothing_left_by_processes(),
+            GPUPoolExecutor(
+                1, workers="processes", devices="cpu", initializer=come_and_wait, initargs=(tmp_path,)
+            ) as pool,
+        ):
+            future = pool.submit(gpu_task(timeout=3600)(never_look), tmp_path)
+            assert eventually((tmp_path / "came").exists, WAIT_S)
+            assert not future.cancel()
+            if not gives_up:
+                (tmp_path / "go").touch()
+            assert isinstance(future.exception(WAIT_S), TaskCancelledError)
+            (tmp_path / "go").touch()
+            assert pool.submit(abs_of, -1).result(WAIT_S) == 1
+        assert {path.name for path in tmp_path.iterdir()} == {"came", "go"}, "it has not run"
+
+
+def come_and_wait(folder: Path) -> None:
+    (folder / "came").touch()
+    wait_for(folder / "go")
+
 
 def abs_of(x: int) -> int:
     return abs(x)

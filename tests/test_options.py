@@ -97,6 +97,7 @@ class TestMarking:
             ({"timeout": "1s"}, TypeError),
             ({"timeout": True}, TypeError),
             ({"timeout": 0}, ValueError),
+            ({"timeout": 10**400}, ValueError),
             ({"timeout": float("nan")}, ValueError),
             ({"on_oom": "wait", "retries": 1}, ValueError),
             ({"on_oom": "retry"}, ValueError),

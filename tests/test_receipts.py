@@ -78,7 +78,7 @@ class TestReceipt:
         assert failed.receipt().error is ValueError
         receipt = cancelled.receipt()
         assert (receipt.device, receipt.error, receipt.waited_s) == (None, CancelledError, None)
-        assert receipt.reason == "cancelled before it started"
+        assert receipt.reason == "it has not run"
 
     def test_of_a_failed_placement(self, simulator: Kind) -> None:
         with simulator.pool(max_workers=1, devices=2, placement=lambda devices, request: 7) as pool:

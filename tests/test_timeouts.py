@@ -285,8 +285,9 @@ class TestCancel:
             future = pool.submit(task)
             assert eventually(lambda: pool._tasks._held)
             assert not future.cancel()
+            assert isinstance(future.exception(WAIT_S), TaskCancelledError), "though its device is not free yet"
+            assert pool.submit(abs, -1).result(WAIT_S) == 1, "which is kept for it no longer"
             gate.set()
-            assert isinstance(future.exception(WAIT_S), TaskCancelledError)
             assert blocker.result(WAIT_S)
         assert runs == [1]
 

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 import torch
@@ -71,6 +72,22 @@ class _Touch:
 
     def device(self) -> torch.device:
         return self.records[0].device
+
+
+class _Export(_Touch):
+    """A kernel that notes why its record, which is resident and in use now, is never moved again.
+
+    Noted before, the record of memory that could not be brought back would be stuck for nothing.
+    """
+
+    def __init__(self, record: Record, reason: str, lock: AbstractContextManager[object]) -> None:
+        super().__init__(record)
+        self._reason = reason
+        self._lock = lock
+
+    def __call__(self) -> None:
+        with self._lock:
+            self.records[0].immovable = self.records[0].immovable or self._reason
 
 
 def _in_order(kernel: Kernel[T]) -> T:
@@ -285,9 +302,7 @@ class MemoryManager:
 
     def export(self, record: Record, reason: str) -> None:
         """Bring *record* back and never move it again, for *reason*."""
-        with self.table.lock:
-            record.immovable = record.immovable or reason
-        self.unspill(record)
+        self.run(_Export(record, reason, self.table.lock))
 
     def statistics(self) -> MemoryStatistics:
         """Return what was moved so far and what is where now."""

@@ -60,6 +60,7 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.is_condemned = False  # whether its process is about to be killed, and so takes no more calls
         spawn = multiprocessing.get_context("spawn")
         self._channel, theirs = socket.socketpair()
         told, self._stops = spawn.Pipe(duplex=False)
@@ -85,7 +86,7 @@ class Lane:
 
     @property
     def is_alive(self) -> bool:
-        return not connection.wait([self._process.sentinel], 0)
+        return not self.is_condemned and not connection.wait([self._process.sentinel], 0)
 
     def call(self, function: Callable[[bytes], bytes], parcel: Parcel) -> Reply:
         """Have *function* called with what is in *parcel*, and return its reply. Waits as long as that takes.

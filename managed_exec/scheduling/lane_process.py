@@ -252,10 +252,10 @@ def begin(channel: socket.socket, stops: Connection) -> None:
         channel: its end of the lane's.
         stops: from where it is told that a task is to stop.
     """
+    _Process.lane = _Lane(channel)  # first: the thread may have something to pass on at once
+    threading.Thread(target=_listen, args=(stops,), name="managed_exec_parent", daemon=True).start()
     # Ctrl-C goes to all processes of a terminal. As in a thread, a task goes on while its program decides what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _Process.lane = _Lane(channel)
-    threading.Thread(target=_listen, args=(stops,), name="managed_exec_parent", daemon=True).start()
 
 
 def prepare(message: bytes) -> bytes:

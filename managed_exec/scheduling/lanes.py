@@ -33,13 +33,14 @@ import torch
 
 from managed_exec import sim
 from managed_exec.devices import Device
-from managed_exec.errors import NotSendableError, WorkerLostError
+from managed_exec.errors import NotSendableError, TaskCancelledError, TaskTimeoutError, WorkerLostError
 from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.options import Need
 from managed_exec.scheduling import lane_process
 from managed_exec.scheduling.lane import END_GRACE_S, Lane, LaneEndedError, LaneLostError, raised_in
 from managed_exec.scheduling.lane_process import Call, ProcessSettings, Reply, Setup
 from managed_exec.scheduling.run import drop_frames
+from managed_exec.scheduling.threads import have_threads_end_first
 from managed_exec.scheduling.worker import Outcome
 from managed_exec.task import Task
 from managed_exec.tensors.parcel import Parcel, check_packs, pack
@@ -76,7 +77,7 @@ class Lanes:
         Raises:
             NotSendableError: the initializer or an argument of it cannot be pickled.
         """
-        _have_threads_end_first()
+        have_threads_end_first()
         self._devices = [device.torch_device for device in devices]
         self._total_bytes = functools.cache(lambda position: devices[position].memory().total_bytes)
         self._policy = policy
@@ -88,8 +89,8 @@ class Lanes:
         self._on_broken = on_broken
         self._simulator = sim.configuration() if self._devices[0].type == "sim" else None
         self._seeds = itertools.count(torch.initial_seed() + 1)
-        self._lane_of: dict[Task, Lane] = {}  # where tasks run now; changed in single steps, without a lock
         self._lock = threading.Lock()  # guards the fields below
+        self._lane_of: dict[Task, Lane] = {}  # where tasks run now, or will: their lane may still be starting
         self._idle: dict[torch.device, list[Lane]] = {}  # by device, the one used last at the end
         self._existing: Counter[torch.device] = Counter()  # by device, idle or not
         self._workers = 0  # threads that may want a lane
@@ -143,13 +144,17 @@ class Lanes:
 
     def tell_to_stop(self, task: Task) -> None:
         """Pass on, to the process that runs *task*, that it is to stop, which its future says already."""
-        lane = self._lane_of.get(task)
+        with self._lock:
+            lane = self._lane_of.get(task)
         if lane is not None and task.future.stop is not None:
             lane.stop(task.id, task.future.stop)
 
     def kill(self, task: Task) -> None:
         """End the process that runs *task*, if one does."""
-        lane = self._lane_of.get(task)
+        with self._lock:
+            lane = self._lane_of.get(task)
+            if lane is not None:
+                lane.is_condemned = True  # so that no other task gets it, should this one end now
         if lane is not None:
             lane.kill()
 
@@ -180,24 +185,42 @@ class Lanes:
         self, parcel: Parcel, device: torch.device, task: Task, started: Callable[[], None]
     ) -> tuple[Lane, Reply]:
         """Have the call in *parcel* made in a lane; return the lane, which is still the caller's, and the reply."""
-        try:
-            while True:
-                lane = self._lane_of[task] = self._take(device, task)
-                if task.future.stop is not None:  # it was told so while a process was started
-                    self._put_back(lane)
-                    raise task.future.stop.new_error()
+        while True:
+            lane = self._take(device, task)
+            try:
+                self._note(task, lane)
+            except (TaskCancelledError, TaskTimeoutError):
+                self._put_back(lane)
+                raise
+            try:
                 started()
-                self.tell_to_stop(task)  # in case it was told so in this moment
-                try:
-                    return lane, lane.call(lane_process.run, parcel)
-                except LaneEndedError:
-                    self._end(lane)  # while nobody used it, so no task is lost
-                except LaneLostError:
-                    raise WorkerLostError(self._lost(task, device, lane)) from None
-                except BaseException:
-                    self._end(lane)  # there may be something left in its channel
-                    raise
-        finally:
+                return lane, lane.call(lane_process.run, parcel)
+            except LaneEndedError:
+                self._end(lane)  # while nobody used it, so no task is lost
+            except LaneLostError:
+                raise WorkerLostError(self._lost(task, device, lane)) from None
+            except BaseException:
+                self._end(lane)  # there may be something left in its channel
+                raise
+            finally:
+                self._forget(task)
+
+    def _note(self, task: Task, lane: Lane) -> None:
+        """Note that *task* will run in *lane*: from now on it is told to stop there, and can be ended with it.
+
+        Raises:
+            TaskCancelledError, TaskTimeoutError: it was told to stop before, and may have been given up. Nothing is
+                noted.
+        """
+        with self._lock:
+            self._lane_of[task] = lane
+        stop = task.future.stop  # after the note, so that who tells it later finds the lane
+        if stop is not None:
+            self._forget(task)
+            raise stop.new_error()
+
+    def _forget(self, task: Task) -> None:
+        with self._lock:
             self._lane_of.pop(task, None)
 
     def _lost(self, task: Task, device: torch.device, lane: Lane) -> str:
@@ -223,9 +246,10 @@ class Lanes:
     # -- lanes --------------------------------------------------------------------------------------------------------
 
     def _take(self, device: torch.device, task: Task) -> Lane:
-        """Return a lane of *device* that the caller, who is to run *task*, has for itself; start one if none is idle.
+        """Return a lane of *device* that the caller has for *task* alone; start one if none is idle.
 
         Raises:
+            TaskCancelledError, TaskTimeoutError: the task was told to stop before one was started.
             WorkerLostError: the process has ended before it was ready.
             BrokenThreadPool: the user's initializer failed in it.
         """
@@ -253,6 +277,7 @@ class Lanes:
         Unless *task*, for which it is started, is to stop: then it may have been killed for that.
 
         Raises:
+            TaskCancelledError, TaskTimeoutError: the task was told to stop before it was started.
             WorkerLostError: it has ended by itself, or too many were killed one after the other.
             BrokenThreadPool: the user's initializer failed in it.
         """
@@ -260,8 +285,11 @@ class Lanes:
             with self._lock:
                 seed = next(self._seeds) % 2**63
             setup = Setup(str(device), self._simulator, self._lane_policy, ProcessSettings.capture(), seed)
-            lane = self._lane_of[task] = Lane(device)
+            if task.future.stop is not None:
+                raise task.future.stop.new_error()
+            lane = Lane(device)
             try:
+                self._note(task, lane)
                 self._call_first(lane, lane_process.prepare, setup)
                 if self._initializer is not None:
                     self._call_first(lane, lane_process.initialize, self._initializer)
@@ -280,6 +308,8 @@ class Lanes:
                 lane.close()
                 lane.join()
                 raise
+            finally:
+                self._forget(task)
         raise WorkerLostError(f"{task} on {device} has not run: the process that was started for it {ending}")
 
     def _call_first(self, lane: Lane, function: Callable[[bytes], bytes], content: object) -> None:
@@ -362,22 +392,3 @@ def _shared_policy(policy: MemoryPolicy, lanes_on_device: int, lanes: int) -> Me
     return replace(
         policy, limit=limit, host_limit=shared(policy.host_limit_bytes), disk_limit=shared(policy.disk_limit_bytes)
     )
-
-
-class _AtExit:
-    """Whether the interpreter was told; changed under the lock."""
-
-    lock = threading.Lock()
-    told = False
-
-
-def _have_threads_end_first() -> None:
-    """Have the interpreter's exit wait for the threads of pools before it closes process pools.
-
-    It calls in reverse order what was registered, and ``concurrent.futures`` registers for process pools last: a pool's
-    threads, which run all that is queued before they end, would find their lanes closed.
-    """
-    with _AtExit.lock:
-        if not _AtExit.told:
-            threading._register_atexit(stock._python_exit)  # type: ignore[attr-defined]
-            _AtExit.told = True

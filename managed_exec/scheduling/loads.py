@@ -117,6 +117,15 @@ class DeviceLoads:
         with self._lock:
             return bool(self._candidates(need)) or self._is_hopeless(need)
 
+    def fits_beside_reserved(self, need: Need) -> bool:
+        """Return whether what *need* reserves would fit a device now, or none ever."""
+        self._know_capacities(need)
+        with self._lock:
+            return self._is_hopeless(need) or any(
+                need.takes(i) and i not in self._out_of_service and self._fits(i, need, reserved)
+                for i, reserved in enumerate(self._reserved)
+            )
+
     def book(self, last_position: int | None, need: Need = ANY) -> int | None:
         """Choose a device for one more task, book the task there and return the device's position.
 

@@ -7,8 +7,9 @@ A worker looks at the held tasks first, then at the waiting ones. A held task ma
 of times: then a device is kept free for it, until it has room (``DeviceLoads.keep_for``).
 
 Who wakes whom: ``put`` leaves one token for each task, and a worker takes one before each look at the waiting tasks. A
-task is only held while another runs, for a device without tasks takes any; the worker of each task that ends looks at
-the held ones again, and leaves a token for a sleeping one to look as well.
+task is only held while another runs, or has been given up and still has its bytes, for else a device without tasks
+takes any; the worker of each task that ends looks at the held ones again, and leaves a token for a sleeping one to look
+as well. The last worker to end fails those that only a task which was given up keeps from starting.
 
 Locks: the queue's own, then ``DeviceLoads._lock``. Nothing of the user's runs under either.
 """
@@ -50,8 +51,8 @@ class _Held:
         return self.order < other.order
 
 
-# A task that a worker has taken; the position of the device that it is booked on, None if it was cancelled or the
-# placement failed; what the placement raised.
+# A task that a worker has taken; the position of the device that it is booked on, None if it was cancelled (also
+# between two runs) or the placement failed; what the placement raised.
 Taken: TypeAlias = "tuple[Task, int | None, BaseException | None]"
 
 
@@ -104,7 +105,7 @@ class TaskQueue:
             else:
                 task = held.task
             # Read without its lock: a future that is cancelled after this look will not let the task start.
-            if task.future._state in _CANCELLED:
+            if task.future._state in _CANCELLED or task.future.stop is not None:
                 return task, None, None
             if self._appraiser is not None and (held is None or task.need.unknown):
                 before = task.need
@@ -122,6 +123,8 @@ class TaskQueue:
             if position is not None:
                 if self._held:
                     self._note_start(position)
+                    if held is not None:
+                        self._tokens.put(_LOOK)  # a device may have been kept for it, and takes others now
                 return task, position, None
             # Held before the next look: a task that ends meanwhile finds it, or has made the room that look finds.
             with self._lock:
@@ -151,19 +154,21 @@ class TaskQueue:
                 return None if token is None else self._next_waiting()
 
     def take_stranded(self) -> list[Task]:
-        """Remove and return the tasks that nothing will make room for: no task runs, and no device takes them.
+        """Remove and return the held tasks that only what given-up tasks have reserved keeps from starting.
 
-        So it is when what they ask for is reserved for tasks that were given up. For a pool that is being shut down;
-        else they wait for the threads of those tasks.
+        For a worker that is to end while none runs a task: nobody would look at them any more.
         """
         with self._lock:
-            if self._loads.running or any(self._loads.has_room(held.task.need) for held in self._held):
-                return []
-            stranded = [held.task for held in self._held]
-            self._held.clear()
-            for task in stranded:
-                self._loads.keep_no_longer(task.need)
-            return stranded
+            stranded = [held for held in self._held if not self._loads.fits_beside_reserved(held.task.need)]
+            for held in stranded:
+                self._held.remove(held)
+                self._loads.keep_no_longer(held.task.need)
+        return [held.task for held in stranded]
+
+    @property
+    def has_held(self) -> bool:
+        """Whether there are tasks that no device took when it was their turn."""
+        return bool(self._held)
 
     def qsize(self) -> int:
         return self._tokens.qsize() + len(self._held)
@@ -185,10 +190,10 @@ class TaskQueue:
                 continue  # another worker took it, and left the task of its own token at another level
 
     def _next_held(self) -> _Held | None:
-        """Remove and return the first held task that a device would take, or that was cancelled."""
+        """Remove and return the first held task that a device would take, or that is not to run any more."""
         with self._lock:
             for i, held in enumerate(self._held):
-                cancelled = held.task.future.cancelled()
+                cancelled = held.task.future.cancelled() or held.task.future.stop is not None
                 if cancelled or self._may_start(held.task.need):
                     del self._held[i]
                     if cancelled:

@@ -34,6 +34,25 @@ def _exit_table() -> MutableMapping[threading.Thread, Wakeable]:
     return cast("MutableMapping[threading.Thread, Wakeable]", stock._threads_queues)
 
 
+class _AtExit:
+    """Whether the interpreter was told; changed under the lock."""
+
+    lock = threading.Lock()
+    told = False
+
+
+def have_threads_end_first() -> None:
+    """Have the interpreter's exit wait for the threads of pools before it closes process pools.
+
+    It calls in reverse order what was registered, and ``concurrent.futures`` registers for process pools last: a pool's
+    threads, which run all that is queued before they end, would find their lanes closed.
+    """
+    with _AtExit.lock:
+        if not _AtExit.told:
+            threading._register_atexit(stock._python_exit)  # type: ignore[attr-defined]
+            _AtExit.told = True
+
+
 class WorkerThread(threading.Thread):
     """A thread that can be given up: then nobody waits for it, neither ``join`` nor the interpreter when it exits.
 

@@ -128,6 +128,8 @@ class Watchdog:
         Whoever ends the run takes the clock out of ``clocks``.
         """
         self._set_clock(future, time.monotonic() + timeout_s)
+        if future.stop is not None:  # it was told before, and the clock of that may just have been overwritten
+            self._set_clock(future, time.monotonic() + GRACE_S)
 
     def watch(self, future: TaskFuture[Any]) -> None:
         """Give up the task of *future*, which has just been told to stop, if it still runs in ``GRACE_S``."""
@@ -135,6 +137,8 @@ class Watchdog:
         run = self.running.get(future)
         if run is not None:
             run[0].tell_to_stop(run[1])
+        else:
+            self._tasks.put(None)  # it may be waiting to run again: have a worker look
 
     def _set_clock(self, future: TaskFuture[Any], due: float) -> None:
         self.clocks[future] = due
@@ -208,13 +212,14 @@ class Watchdog:
     def _give_up(self, run: Run, stop: Stop) -> None:
         """Go on without the worker of a task that does not return. The task's entry was taken out of ``running``."""
         worker, task, position = run
-        text = f"{task} has not stopped within {GRACE_S:g} s of being told to ({stop.text}): "
-        if worker.is_of_lanes:
-            text += "its process is ended"
-        else:
-            text += f"its thread {worker.thread.name!r} is given up, and another takes its place. It is at\n"
-            text += _stack(worker.thread)
-        _log.warning(text)
+        with suppress(Exception):  # a handler of the user's may raise, and the task has to be finished all the same
+            text = f"{task} has not stopped within {GRACE_S:g} s of being told to ({stop.text}): "
+            if worker.is_of_lanes:
+                text += "its process is ended"
+            else:
+                text += f"its thread {worker.thread.name!r} is given up, and another takes its place. It is at\n"
+                text += _stack(worker.thread)
+            _log.warning(text)
         worker.release(task, position)
         self._workers.discard(worker)
         successor = worker.successor(task, position, stop.new_error())

@@ -136,24 +136,11 @@ class Worker:
                         self._done_with.append(None)
                     del taken  # or the task would live until the next one comes
                 elif self._must_exit():
-                    self._fail_stranded()
                     self._tasks.put(None)  # for the next worker
-                    return
+                    if self._loads.running or not self._is_needed(context):
+                        return
         except BaseException:  # noqa: BLE001 the last resort of a thread nobody watches
             _log.critical("Exception in worker", exc_info=True)
-
-    def _fail_stranded(self) -> None:
-        """Fail the tasks that would wait for ever, now that the pool ends."""
-        for task in self._tasks.take_stranded():
-            if task.attempts > 0 or task.future.set_running_or_notify_cancel():
-                needed = format_bytes(task.need.n_bytes)
-                error = DeviceMemoryError(
-                    f"{task} has not run: the pool was shut down while the {needed} that it asks for were reserved for "
-                    "tasks that were given up and have not ended"
-                )
-                self._outcomes.note_end(task, None, None, None, error, self.thread.name)
-                _finish(task, None, error)
-            self._done_with.append(None)
 
     def _must_exit(self) -> bool:
         owner = self._owner()
@@ -162,6 +149,17 @@ class Worker:
         if owner is not None:
             owner._shutdown = True
         return True
+
+    def _is_needed(self, context: DeviceContext) -> bool:
+        """Return whether tasks are held that only this worker may be left to start; fail those that nobody can."""
+        for task in self._tasks.take_stranded():
+            error = DeviceMemoryError(
+                f"{task} has not run: the pool has ended, and the {format_bytes(task.need.n_bytes)} that it asks for are "
+                "still reserved for tasks that were given up and have not ended"
+            )
+            self._run_task(task, None, error, context)
+            del task, error
+        return self._tasks.has_held
 
     def _run_task(self, task: Task, position: int | None, error: BaseException | None, context: DeviceContext) -> bool:
         """Run *task*, booked at *position*; return whether it is done with: it may be to run again.
@@ -179,7 +177,7 @@ class Worker:
                 self._give_back(position, task)
             if may_run:
                 self._outcomes.note_end(task, None, None, None, error, self.thread.name)
-                _finish(task, None, error)
+                finish(task, None, error)
             del error, task
             return True
         result: Any = None
@@ -251,7 +249,7 @@ class Worker:
                 position = None
         end = None if position is None else context.position
         self._outcomes.note_end(task, position, end, context.last_owner, error, self.thread.name)
-        _finish(task, result, error)
+        finish(task, result, error)
         # The traceback of the error refers to this frame, and so to whatever this frame still refers to.
         del error, report, result, task
         return True
@@ -323,7 +321,7 @@ class Worker:
             first, self._first = self._first, None
             task, position, error = first
             self._outcomes.note_end(task, position, position, None, error, self.thread.name)
-            _finish(task, None, error)
+            finish(task, None, error)
             del first, task, error
             self._done_with.append(None)
 
@@ -337,7 +335,7 @@ class Worker:
         return self._on_cpu
 
 
-def _finish(task: Task, result: Any, error: BaseException | None) -> None:
+def finish(task: Task, result: Any, error: BaseException | None) -> None:
     """Let go of what *task* was called with, and have its future done."""
     task.drop_call()
     try:

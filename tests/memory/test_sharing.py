@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import Kind
 
-from managed_exec.errors import NotMovableError
+from managed_exec.errors import DeviceMemoryError, NotMovableError
 from managed_exec.memory.manager import MemoryManager, configure
 from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.tensors.managed import ManagedTensor, manage
@@ -139,3 +139,19 @@ def test_forked_child_spills_to_a_directory_of_its_own(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, check=False, text=True, timeout=90
     )
     assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_memory_that_was_not_handed_out_still_moves(small_device: MemoryManager) -> None:
+    """There was no room to bring it back, so nobody has a pointer."""
+    tensor = manage(torch.ones(2**18, device="sim:0"))
+    tensor.spill()
+    plain = torch.ones(400 * 2**10, device="sim:0")
+    with pytest.raises(DeviceMemoryError):
+        tensor.data_ptr()
+    del plain
+    tensor.unspill()
+    tensor.spill()
+    assert tensor.residency == "host"
+    assert tensor.data_ptr()
+    with pytest.raises(NotMovableError, match="handed out"):
+        tensor.spill()

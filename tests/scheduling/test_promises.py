@@ -13,6 +13,7 @@ import torch
 from conftest import Kind, eventually
 
 from managed_exec import GPUPoolExecutor, gpu_task, sim
+from managed_exec.scheduling import DeviceSnapshot, PlacementRequest
 from managed_exec.scheduling.footprints import function_name
 from managed_exec.scheduling.queue import MAX_PASSED
 
@@ -249,3 +250,28 @@ class TestCancelling:
 
 def _nothing(argument: Argument) -> None:
     raise AssertionError("a cancelled task ran")
+
+
+def test_what_waits_behind_a_kept_device_starts_beside_the_task_it_was_kept_for(simulator: Kind) -> None:
+    """Also if it is looked at while that one is being placed."""
+    gate, placing, placed, ran = (threading.Event() for _ in range(4))
+
+    def place(devices: list[DeviceSnapshot], request: PlacementRequest) -> int:
+        if request.expected_bytes == 40 * MIB and gate.is_set():
+            placing.set()
+            placed.wait(WAIT_S)
+        return 0
+
+    with simulator.pool(max_workers=2, devices=1, placement=place) as pool:
+        pool.submit(gpu_task(memory="30MiB")(lambda: gate.wait(WAIT_S)))
+        large = pool.submit(gpu_task(memory="40MiB")(lambda: ran.wait(WAIT_S)))
+        for _ in range(MAX_PASSED):
+            pool.submit(abs, -1).result(WAIT_S)
+        small = pool.submit(ran.set)
+        assert eventually(lambda: len(pool._tasks._held) == 2)
+        gate.set()
+        assert placing.wait(WAIT_S)
+        assert eventually(pool._tasks._tokens.empty), "the other worker has looked"
+        placed.set()
+        assert large.result(WAIT_S), "they ran side by side"
+        assert small.result(WAIT_S) is None

@@ -114,7 +114,7 @@ class TestGivenUp:
         if not ends:
             error = waiting.exception(0)
             assert type(error) is DeviceMemoryError
-            assert "were reserved for tasks that were given up" in str(error)
+            assert "still reserved for tasks that were given up" in str(error)
 
     def test_bytes_stay_reserved_until_it_has_ended(self, simulator: Kind, stuck: Stuck) -> None:
         """It may still hold them; only its place is free."""
@@ -130,6 +130,22 @@ class TestGivenUp:
             stuck.open.set()
             assert large.result(WAIT_S) == 2, "and is looked at again when it has ended"
         assert loads(pool) == (0, 0)
+
+    def test_shutdown_leaves_no_task_behind_such_bytes(self, simulator: Kind, stuck: Stuck) -> None:
+        """What waits for them fails when the pool has nobody left to start it; what does not need them still runs."""
+        with simulator.pool(max_workers=2, devices=1) as pool:
+            future = pool.submit(gpu_task(timeout=0.2, memory="40MiB")(stuck))
+            assert stuck.started.wait(WAIT_S)
+            large = [pool.submit(abs_of.options(memory="25MiB"), -i) for i in range(3)]
+            small = [pool.submit(abs_of.options(memory="24MiB"), -i) for i in range(30)]
+            plain = [pool.submit(abs, -i) for i in range(30)]
+        assert isinstance(future.exception(0), TaskTimeoutError)
+        for held in large:
+            with pytest.raises(DeviceMemoryError, match="still reserved for tasks that were given up"):
+                held.result(0)
+        assert [f.result(0) for f in small] == [f.result(0) for f in plain] == list(range(30))
+        assert loads(pool) == (0, 40 * MIB)
+        assert not pool._loads._kept_for
 
     def test_every_worker_at_once(self, simulator: Kind) -> None:
         tasks = [Stuck() for _ in range(4)]
@@ -245,7 +261,9 @@ class TestGivenUp:
                 future.cancel()
                 assert isinstance(future.exception(WAIT_S), TaskCancelledError)
                 assert eventually(lambda: not pool._threads)
+            sampler = pool._sampler
             assert pool.submit(abs, -1).result(WAIT_S) == 1
+            assert pool._sampler is sampler, "a second one would never be ended"
 
 
 def no_thread(thread: object, wake: object) -> None:
