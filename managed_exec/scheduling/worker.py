@@ -153,9 +153,10 @@ class Worker:
     def _is_needed(self, context: DeviceContext) -> bool:
         """Return whether tasks are held that only this worker may be left to start; fail those that nobody can."""
         for task in self._tasks.take_stranded():
+            needed = format_bytes(task.need.n_bytes)
             error = DeviceMemoryError(
-                f"{task} has not run: the pool has ended, and the {format_bytes(task.need.n_bytes)} that it asks for are "
-                "still reserved for tasks that were given up and have not ended"
+                f"{task} has not run: the pool has ended, and the {needed} that it asks for are still reserved for tasks "
+                "that were given up and have not ended"
             )
             self._run_task(task, None, error, context)
             del task, error
