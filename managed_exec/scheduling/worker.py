@@ -155,8 +155,8 @@ class Worker:
         for task in self._tasks.take_stranded():
             needed = format_bytes(task.need.n_bytes)
             error = DeviceMemoryError(
-                f"{task} has not run: the pool has ended, and the {needed} that it asks for are still reserved for tasks "
-                "that were given up and have not ended"
+                f"{task} has not run: the pool has ended, and the {needed} that it asks for are still reserved for "
+                "tasks that were given up and have not ended"
             )
             self._run_task(task, None, error, context)
             del task, error
