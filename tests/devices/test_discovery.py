@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Kind
+from conftest import Kind, identity
 
 from managed_exec import GPUPoolExecutor, sim
 from managed_exec.devices import resolve_devices
@@ -53,7 +53,7 @@ class TestSimulated:
             (["cuda"], [0, 1, 2, 3]),
             (["cuda:1", 2, "sim:3"], [1, 2, 3]),
         ],
-        ids=str,
+        ids=identity,
     )
     def test_found(self, simulator: Kind, devices: object, indices: list[int]) -> None:
         assert resolved(devices) == [SIM[i] for i in indices]
@@ -75,7 +75,7 @@ class TestSimulated:
 
         assert resolved(indices()) == [SIM[3], SIM[1]]
 
-    @pytest.mark.parametrize("devices", ["cpu", ["cpu"], ["cpu:0"], torch.device("cpu")], ids=str)
+    @pytest.mark.parametrize("devices", ["cpu", ["cpu"], ["cpu:0"], torch.device("cpu")], ids=identity)
     def test_cpu_beside_an_accelerator(self, simulator: Kind, devices: object) -> None:
         assert resolved(devices) == ["cpu"]
 
@@ -106,7 +106,7 @@ class TestSimulated:
             (["cpu", "cpu"], "cpu named more than once"),
             ([0, "cpu"], "a pool has devices of one kind, got cpu and sim"),
         ],
-        ids=str,
+        ids=identity,
     )
     def test_not_there(self, simulator: Kind, devices: object, text: str) -> None:
         with pytest.raises(ValueError, match=r"^devices: ") as caught:
@@ -114,12 +114,12 @@ class TestSimulated:
         assert text in str(caught.value)
         assert str(caught.value).endswith("there is sim:0, sim:1, sim:2, sim:3")
 
-    @pytest.mark.parametrize("devices", [1.5, True, False, object()], ids=str)
+    @pytest.mark.parametrize("devices", [1.5, True, False, object()], ids=identity)
     def test_no_form_of_devices(self, simulator: Kind, devices: object) -> None:
         with pytest.raises(TypeError, match=r"devices: expected a count, indices, strings or torch\.devices, got "):
             resolve_devices(devices)  # type: ignore[arg-type]
 
-    @pytest.mark.parametrize("element", [None, 1.0, True, [0], b"sim:0"], ids=str)
+    @pytest.mark.parametrize("element", [None, 1.0, True, [0], b"sim:0"], ids=identity)
     def test_no_form_of_one_device(self, simulator: Kind, element: object) -> None:
         with pytest.raises(TypeError, match=r"devices: expected an index, a string or a torch\.device, got "):
             resolve_devices([0, element])  # type: ignore[list-item]
@@ -139,7 +139,7 @@ class TestSimulated:
 
 @pytest.mark.usefixtures("no_accelerator")
 class TestWithoutAccelerator:
-    @pytest.mark.parametrize("devices", [None, 1, "cpu", "cpu:0", [0], ["cpu"], torch.device("cpu")], ids=str)
+    @pytest.mark.parametrize("devices", [None, 1, "cpu", "cpu:0", [0], ["cpu"], torch.device("cpu")], ids=identity)
     def test_falls_back_to_the_cpu(self, devices: object) -> None:
         assert resolved(devices) == ["cpu"]
 
@@ -152,7 +152,7 @@ class TestWithoutAccelerator:
             ([1], "there is no device 1"),
             (torch.device("cuda", 0), "there is no device cuda:0"),
         ],
-        ids=str,
+        ids=identity,
     )
     def test_what_is_not_there_names_the_way_out(self, devices: object, text: str) -> None:
         with pytest.raises(ValueError, match=f"^devices: {text}; there is cpu; managed_exec.sim.enable.*simulates"):

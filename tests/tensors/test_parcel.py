@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Kind
+from conftest import Kind, identity
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,7 +81,9 @@ class TestTensors:
         assert torch.equal(fifth, x[5])
         assert torch.equal(seventh, x[7])
 
-    @pytest.mark.parametrize("make", [lambda z: z.conj(), lambda z: z.conj().imag, lambda z: z[1:].conj().T], ids=str)
+    @pytest.mark.parametrize(
+        "make", [lambda z: z.conj(), lambda z: z.conj().imag, lambda z: z[1:].conj().T], ids=identity
+    )
     def test_lazy_bits(self, make: Any) -> None:
         z = make(torch.randn(4, 4, dtype=torch.complex64))
         assert torch.equal(trip(z).resolve_conj().resolve_neg(), z.resolve_conj().resolve_neg())

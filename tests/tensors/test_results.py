@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import Kind
+from conftest import Kind, identity
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from managed_exec import ManagedModule, manage, sim
@@ -100,7 +100,9 @@ def test_every_tensor_once(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "result", [None, 1, "text", b"bytes", [], {}, (), object(), int, Record, range(10**9), Colour.RED, [[[]]]], ids=str
+    "result",
+    [None, 1, "text", b"bytes", [], {}, (), object(), int, Record, range(10**9), Colour.RED, [[[]]]],
+    ids=identity,
 )
 def test_nothing(result: object) -> None:
     assert list(iter_tensors(result)) == []
