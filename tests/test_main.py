@@ -44,8 +44,12 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 @contextmanager
 def running(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """Start the command; it is ended in any case."""
+    # A shell that puts the tests into the background has Ctrl-C ignored, by all that they start.
+    heed = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
+    )
     with subprocess.Popen(
-        [*COMMAND, *arguments],
+        [sys.executable, "-c", heed, *COMMAND, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

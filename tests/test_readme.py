@@ -71,7 +71,7 @@ def test_commands_are_those_of_the_continuous_integration() -> None:
     commands = [command.strip() for _, command in blocks("sh")]
     assert len(commands) == 2
     assert commands[0].endswith("python examples/pde_solve.py")
-    assert commands[1].endswith("pytest")
+    assert "pytest" in commands[1]
     if not CI.exists():
         pytest.skip("a source distribution has no .ci")
     lines = [line.strip() for line in CI.read_text(encoding="utf-8").splitlines()]

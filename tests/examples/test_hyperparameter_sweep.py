@@ -91,10 +91,10 @@ def test_stopped_run_does_no_further_step(example: ModuleType, kind: Kind) -> No
 
 def test_winner_ends_the_sweep(example: ModuleType, simulator: Kind) -> None:
     """The first report reaches the target, so that of eight runs in one worker one is left."""
-    settings = [example.Setting(0.01, 4, 10)] * 8
+    settings = [example.Setting(0.01, 4, 10), *[example.Setting(0.01, 4, 400)] * 7]
     judge = example.Judge(target=100.0)
     with simulator.pool(max_workers=1) as pool:
-        runs = example.sweep(pool, settings, example.cifar.batches(10, 2), judge)
+        runs = example.sweep(pool, settings, example.cifar.batches(400, 2), judge)
     assert judge.winner == 0
     outcomes = Counter(run.outcome().split()[0] for run in runs)
     assert outcomes["cancelled"] >= 6, "one may have started before the report was read"
