@@ -298,6 +298,8 @@ class GPUPoolExecutor(ThreadPoolExecutor):
                 yield
             finally:
                 self._hooks.remove(trace)
+                if not self._hooks.hooks:
+                    self._stop_listening()  # or the manager would go on making events for nobody
                 trace.write(file)
 
     def _listen_to_memory(self) -> None:

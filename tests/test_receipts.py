@@ -285,6 +285,16 @@ class TestTrace:
             assert not pool._hooks.hooks
         assert len(json.loads((tmp_path / "run.json").read_text())["traceEvents"]) > 1
 
+    def test_nobody_listens_to_memory_after_it(self, simulator: Kind, tmp_path: Path) -> None:
+        seen: list[Event] = []
+        for hooks in ([], [seen.append]):
+            with simulator.pool(max_workers=1, hooks=hooks) as pool:
+                for i in range(2):
+                    with pool.trace(tmp_path / f"{i}.json"):
+                        assert len(manager().hooks.hooks) == 1
+                    assert len(manager().hooks.hooks) == len(hooks)
+            assert manager().hooks.hooks == ()
+
     def test_nowhere_to_write(self, kind: Kind, tmp_path: Path) -> None:
         with kind.pool(max_workers=1) as pool:
             with pytest.raises(FileNotFoundError), pool.trace(tmp_path / "missing" / "run.json"):
