@@ -133,7 +133,7 @@ def sweep(pool: GPUPoolExecutor, settings: Sequence[Setting], data: Sequence[Bat
         elif judge.is_hopeless(report):
             runs[report.run].future.cancel()  # if it runs, it is told to stop
         elif judge.winner == report.run:
-            for number, run in enumerate(runs):
+            for number, run in reversed(list(enumerate(runs))):  # those that wait first, or a worker would begin them
                 if number != report.run:
                     run.future.cancel()
     return runs

@@ -7,12 +7,15 @@ by ``checkpoint()`` and before each managed operation. It is never unset.
 from __future__ import annotations
 
 from concurrent.futures import CancelledError, Future
+from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from managed_exec.errors import TaskCancelledError, TaskTimeoutError
 from managed_exec.receipt import Receipt, RunFacts
 
 T = TypeVar("T")
+
+_CANCELLED = (CANCELLED, CANCELLED_AND_NOTIFIED)  # states of a future
 
 
 class Stop(NamedTuple):
@@ -63,6 +66,14 @@ class TaskFuture(Future[T]):
             if watcher is not None:
                 watcher.watch(self)
         return False
+
+    @property
+    def is_unwanted(self) -> bool:
+        """Whether its task, which does not run, is not to run any more: it was cancelled, or told to stop between runs.
+
+        Read without the lock: a future that is cancelled after this look will not let its task start.
+        """
+        return self._state in _CANCELLED or self.stop is not None
 
     def check_stop(self) -> None:
         """Raise, once, if the task is to stop and does not know. Called by operations of the task.

@@ -14,7 +14,7 @@ from conftest import Kind, eventually, identity
 
 from managed_exec import GPUPoolExecutor, current_task, gpu_task
 from managed_exec.options import TaskOptions, options_of
-from managed_exec.scheduling.queue import MAX_PASSED
+from managed_exec.scheduling.held import MAX_PASSED
 
 WAIT_S = 30
 

@@ -3,8 +3,8 @@
     put -> waiting --take--> booked on a device, and run
                   \\--take, no device takes it now--> held --take--> booked
 
-A worker looks at the held tasks first, then at the waiting ones. A held task may be passed by others, a bounded number
-of times: then a device is kept free for it, until it has room (``DeviceLoads.keep_for``).
+A worker looks at the held tasks first, then at the waiting ones. See ``HeldTasks`` for what is held, and how often a
+task may be passed by others.
 
 Who wakes whom: ``put`` leaves one token for each task, and a worker takes one before each look at the waiting tasks. A
 task is only held while another runs, or has been given up and still has its bytes, for else a device without tasks
@@ -17,39 +17,17 @@ Locks: the queue's own, then ``DeviceLoads._lock``. Nothing of the user's runs u
 from __future__ import annotations
 
 import heapq
-import itertools
 import queue
 import threading
-from bisect import insort
 from collections import deque
-from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED
 from typing import Any, TypeAlias
 
-from managed_exec.options import ANY, Need
 from managed_exec.scheduling.appraisal import Appraiser
+from managed_exec.scheduling.held import HeldTask, HeldTasks
 from managed_exec.scheduling.loads import DeviceLoads
 from managed_exec.task import Task
 
-# How many tasks may start before one that was held when they came, on a device that it could run on.
-MAX_PASSED = 16
-
 _LOOK = object()  # a token that stands for no task
-_CANCELLED = (CANCELLED, CANCELLED_AND_NOTIFIED)  # states of a future
-
-
-class _Held:
-    """A task that no device took when it was its turn."""
-
-    __slots__ = ("order", "passed", "task")
-
-    def __init__(self, task: Task, age: int) -> None:
-        self.task = task
-        self.order = (-task.options.priority, age)
-        self.passed = 0  # tasks started since on devices that it could have had
-
-    def __lt__(self, other: _Held) -> bool:
-        return self.order < other.order
-
 
 # A task that a worker has taken; the position of the device that it is booked on, None if it was cancelled (also
 # between two runs) or the placement failed; what the placement raised.
@@ -68,8 +46,7 @@ class TaskQueue:
         self._lock = threading.Lock()  # guards the fields below
         self._levels: dict[int, deque[Task]] = {}  # the other waiting tasks, by negated priority
         self._order: list[int] = []  # a heap of the levels that have tasks
-        self._held: list[_Held] = []  # by priority, then by age
-        self._ages = itertools.count()
+        self._held = HeldTasks(loads, appraiser)
 
     def put(self, task: Task | None) -> None:
         """Add *task*; None has a worker look whether it should end, once it finds nothing to do before."""
@@ -87,8 +64,7 @@ class TaskQueue:
     def put_back(self, task: Task) -> None:
         """Have *task*, which has run and is to run again, taken before all others of its priority."""
         with self._lock:
-            insort(self._held, _Held(task, -1))
-            self._loads.keep_for(task.need)
+            self._held.add_first(task)
         self._tokens.put(_LOOK)
 
     def take(self, last_position: int | None) -> Taken | None:
@@ -104,8 +80,7 @@ class TaskQueue:
                 task = self._next_waiting()
             else:
                 task = held.task
-            # Read without its lock: a future that is cancelled after this look will not let the task start.
-            if task.future._state in _CANCELLED or task.future.stop is not None:
+            if task.future.is_unwanted:
                 return task, None, None
             if self._appraiser is not None and (held is None or task.need.unknown):
                 before = task.need
@@ -122,13 +97,17 @@ class TaskQueue:
                     del error, task, held  # the traceback of the error refers to this frame
             if position is not None:
                 if self._held:
-                    self._note_start(position)
+                    with self._lock:
+                        self._held.note_start(position, task.options.priority, held)
                     if held is not None:
                         self._tokens.put(_LOOK)  # a device may have been kept for it, and takes others now
                 return task, position, None
             # Held before the next look: a task that ends meanwhile finds it, or has made the room that look finds.
             with self._lock:
-                insort(self._held, held or _Held(task, next(self._ages)))
+                if held is None:
+                    self._held.add(task)
+                else:
+                    self._held.put(held)
             del task, held
 
     def look_again(self) -> None:
@@ -143,11 +122,9 @@ class TaskQueue:
             queue.Empty: there is none. A task that is to run again has started, and stays.
         """
         with self._lock:
-            for i, held in enumerate(self._held):
-                if not held.task.attempts:
-                    del self._held[i]
-                    self._loads.keep_no_longer(held.task.need)
-                    return held.task
+            task = self._held.take_unstarted()
+        if task is not None:
+            return task
         while True:
             token = self._tokens.get_nowait()
             if token is not _LOOK:
@@ -159,16 +136,12 @@ class TaskQueue:
         For a worker that is to end while none runs a task: nobody would look at them any more.
         """
         with self._lock:
-            stranded = [held for held in self._held if not self._loads.fits_beside_reserved(held.task.need)]
-            for held in stranded:
-                self._held.remove(held)
-                self._loads.keep_no_longer(held.task.need)
-        return [held.task for held in stranded]
+            return self._held.take_stranded()
 
     @property
     def has_held(self) -> bool:
         """Whether there are tasks that no device took when it was their turn."""
-        return bool(self._held)
+        return len(self._held) > 0
 
     def qsize(self) -> int:
         return self._tokens.qsize() + len(self._held)
@@ -189,31 +162,10 @@ class TaskQueue:
             except IndexError:
                 continue  # another worker took it, and left the task of its own token at another level
 
-    def _next_held(self) -> _Held | None:
+    def _next_held(self) -> HeldTask | None:
         """Remove and return the first held task that a device would take, or that is not to run any more."""
         with self._lock:
-            for i, held in enumerate(self._held):
-                cancelled = held.task.future.cancelled() or held.task.future.stop is not None
-                if cancelled or self._may_start(held.task.need):
-                    del self._held[i]
-                    if cancelled:
-                        self._loads.keep_no_longer(held.task.need)
-                    if self._held:
-                        self._tokens.put(_LOOK)  # there may be room for more than one
-                    return held
-        return None
-
-    def _may_start(self, need: Need) -> bool:
-        """Return whether a device would take a held task with this *need*, or it is needed no longer as it was."""
-        if need.unknown and self._appraiser is not None and self._appraiser.knows(need.unknown):
-            return True
-        return self._loads.has_room(need)
-
-    def _note_start(self, position: int) -> None:
-        """Count a task that has started on a device before those that are held."""
-        with self._lock:
-            for held in self._held:
-                if held.task.need is not ANY and held.task.need.takes(position):
-                    held.passed += 1
-                    if held.passed >= MAX_PASSED:
-                        self._loads.keep_for(held.task.need)
+            held = self._held.take()
+            if held is not None and self._held:
+                self._tokens.put(_LOOK)  # there may be room for more than one
+            return held

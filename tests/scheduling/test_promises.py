@@ -15,7 +15,7 @@ from conftest import Kind, eventually
 from managed_exec import GPUPoolExecutor, gpu_task, sim
 from managed_exec.scheduling import DeviceSnapshot, PlacementRequest
 from managed_exec.scheduling.footprints import function_name
-from managed_exec.scheduling.queue import MAX_PASSED
+from managed_exec.scheduling.held import MAX_PASSED
 
 WAIT_S = 60
 MIB = 2**20

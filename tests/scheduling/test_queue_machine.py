@@ -16,9 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from managed_exec.options import ANY, Need, TaskOptions
 from managed_exec.scheduling.appraisal import Appraiser
 from managed_exec.scheduling.footprints import Footprints
+from managed_exec.scheduling.held import MAX_PASSED
 from managed_exec.scheduling.loads import DeviceLoads
 from managed_exec.scheduling.placement import PLACEMENTS, DeviceSnapshot, Placement, PlacementRequest
-from managed_exec.scheduling.queue import MAX_PASSED, TaskQueue
+from managed_exec.scheduling.queue import TaskQueue
 from managed_exec.task import Task
 
 CAPACITY = 100
@@ -217,6 +218,13 @@ class Queueing(RuleBasedStateMachine):
         idle = len(self.running) < self.n_workers
         if idle and any(task.need is ANY and not task.future.cancelled() for task in self.waiting.values()):
             assert self.loads._kept_for
+
+    @invariant()
+    def devices_are_kept_for_those_alone_that_are_tried(self) -> None:
+        firsts = [group.heap[0].task.need for group in self.queue._held._groups.values()]
+        for position, need in self.loads._kept_for.items():
+            runs_alone = any(task.need is need for task in self.booked(position))
+            assert runs_alone or any(need is first for first in firsts)
 
     def teardown(self) -> None:
         if not hasattr(self, "queue"):
