@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -83,22 +84,20 @@ def first_result_s(make: Callable[[], Executor]) -> float:
     return elapsed
 
 
-def queued_bytes(make: Callable[[], Executor]) -> float:
-    """Bytes of Python memory a task that waits in the queue."""
-    import threading
-
+def queued_bytes(make: Callable[[], Executor], workers: int = WORKERS, n_tasks: int = QUEUED_TASKS) -> float:
+    """Bytes of Python memory a task that waits in the queue, *workers* all being busy."""
     gate = threading.Event()
     with make() as pool:
-        blockers = [pool.submit(gate.wait) for _ in range(WORKERS)]
+        blockers = [pool.submit(gate.wait) for _ in range(workers)]
         gc.collect()
         tracemalloc.start()
-        futures = [pool.submit(nothing) for _ in range(QUEUED_TASKS)]
+        futures = [pool.submit(nothing) for _ in range(n_tasks)]
         held, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         gate.set()
         for future in blockers + futures:
             future.result()
-    return held / QUEUED_TASKS
+    return held / n_tasks
 
 
 def compare(rounds: int, stock: Callable[[], float], ours: Callable[[], float]) -> tuple[float, float, float]:

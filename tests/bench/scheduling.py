@@ -8,6 +8,7 @@
    tasks held back by it.
 3. Tasks that are given tensors on a device: the bytes that move, with locality and without.
 4. Many queued tasks that do nothing: time and bytes a task beside the standard pool, and cancelling all of them.
+5. Many tasks that ask for more than half of a device, so that nearly all of them are held: time a task.
 
 Time is the simulator's: kernels and links are waited for without a processor. Our own work is real and comes on top.
 """
@@ -20,12 +21,12 @@ import heapq
 import random
 import threading
 import time
-import tracemalloc
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 
 import torch
+from overhead import nothing, queued_bytes
 
 from managed_exec import GPUPoolExecutor, MemoryPolicy, gpu_task, sim
 from managed_exec.memory.manager import configure, manager
@@ -186,10 +187,6 @@ def print_locality(seed: int) -> None:
 # 4. The queue
 
 
-def nothing() -> None:
-    return None
-
-
 class Argument:
     """Something whose life can be followed."""
 
@@ -208,17 +205,7 @@ def queued(make: Callable[[], Executor], n_tasks: int) -> tuple[float, float, fl
         for future in (blocker, *futures):
             future.result()
         run_s = time.perf_counter() - start
-        del futures
-        gate.clear()
-        blocker = pool.submit(gate.wait)
-        gc.collect()
-        tracemalloc.start()
-        futures = [pool.submit(nothing) for _ in range(n_tasks)]
-        held, _ = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        gate.set()
-        wait(futures)
-    return queued_s / n_tasks * 1e6, held / n_tasks, run_s / n_tasks * 1e6
+    return queued_s / n_tasks * 1e6, queued_bytes(make, 1, n_tasks), run_s / n_tasks * 1e6
 
 
 def cancelled(make: Callable[[], Executor], n_tasks: int) -> tuple[float, bool]:
@@ -259,6 +246,19 @@ def print_queue(n_tasks: int) -> None:
         print(f"  {name:36}{queue_us:10.2f}{n_bytes:8.0f}{run_us:9.2f}{cancel_us:11.2f}{'yes' if left else 'no':>7}")
 
 
+# 5. Held tasks
+
+
+def print_held() -> None:
+    print(f"\n{'held tasks of 3 ms, 4 devices':38}{'us':>9}{'ideal us':>10}")
+    sim.enable(devices=4, memory="64MiB")
+    fn = gpu_task(memory="40MiB")(lambda: time.sleep(0.003))
+    for n_tasks in (1000, 16_000):
+        with GPUPoolExecutor(8) as pool:
+            elapsed = seconds(lambda n=n_tasks, p=pool: wait([p.submit(fn) for _ in range(n)]))
+        print(f"  {n_tasks:<36}{elapsed / n_tasks * 1e6:9.0f}{0.003 / 4 * 1e6:10.0f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3, help="of the first figure; the others use seed 0")
@@ -271,6 +271,7 @@ def main() -> None:
     print_unknown(0)
     print_locality(0)
     print_queue(arguments.queued)
+    print_held()
 
 
 if __name__ == "__main__":

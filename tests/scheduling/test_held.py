@@ -55,12 +55,13 @@ class TestOrder:
         assert [taken(held) for _ in range(7)] == [3, 0, 1, 2, 5, 4, None]
         assert len(held) == 0
 
-    def test_what_runs_again_comes_first_of_its_priority(self, held: HeldTasks) -> None:
+    def test_what_runs_again_comes_first_of_its_priority(self, loads: Counted, held: HeldTasks) -> None:
         held.add(new_task(0, 10))
         for number in (1, 2):
             again = new_task(number, 10)
             again.attempts, again.need = 1, again.need._replace(alone=True)
             held.add_first(again)
+            loads.keep_no_longer(again.need)  # nothing would start before it
         held.add(new_task(3, 10, priority=1))
         assert [taken(held) for _ in range(4)] == [3, 1, 2, 0]
 
