@@ -39,6 +39,8 @@ _log = logging.getLogger("concurrent.futures")  # where the standard pool report
 GRACE_S = 5.0
 # When to look again for a task that was not to be found.
 _LOOK_AGAIN_S = 0.1
+# When to try again to start a thread that the system would not start.
+_TRY_AGAIN_S = 1.0
 _LONGEST_SLEEP_S = 3600.0  # a queue takes no timeout of years
 
 
@@ -89,6 +91,8 @@ class Watchdog:
         self.running: dict[TaskFuture[Any], Run] = {}
         self.clocks: dict[TaskFuture[Any], float] = {}  # when, by the monotonic clock, to see to a running task
         self._workers: set[Watched] = set()  # that live and are not given up
+        # Workers whose threads the system would not start, and the names of these; guarded by the lock of the threads.
+        self._unstarted: list[tuple[Watched, str]] = []
         # Until when the watchdog sleeps. Set before it looks a last time at the clocks, and read after a clock was set:
         # so a clock that is set while it falls asleep is seen by one of the two.
         self._sleeps_until = 0.0
@@ -109,6 +113,8 @@ class Watchdog:
             self._workers.discard(worker)
             self._threads.discard(thread)
             raise
+        if self._unstarted:
+            self._unstarted.pop()  # it is in the place of one of these
 
     def note_worker_end(self, worker: Watched) -> None:
         """Be told by *worker* that it ends; also by one that was given up."""
@@ -163,19 +169,32 @@ class Watchdog:
 
     def _run(self) -> None:
         while True:
-            while self._workers:
+            while self._workers or self._must_start_more():
                 self._sleeps_until = 0.0
+                self._start_unstarted()
                 self._see_to_due()
                 self._sleeps_until = self._first_due()
                 sleep_s = self._first_due() - time.monotonic()
                 if sleep_s <= 0:  # what is still due is between two runs, or is being booked elsewhere at this moment
                     sleep_s = _LOOK_AGAIN_S
+                if self._unstarted:
+                    sleep_s = min(sleep_s, _TRY_AGAIN_S)
                 with suppress(Empty):
                     self._wake.get(timeout=min(sleep_s, _LONGEST_SLEEP_S))
             self._is_started.release()
             # A worker may have come, and set a clock, while this thread still seemed to be there for it.
             if not self._workers or not self._is_started.acquire(blocking=False):
                 return
+
+    def _must_start_more(self) -> bool:
+        """Return whether tasks may wait for a worker that has still to be started; not when the interpreter exits."""
+        return bool(self._unstarted) and not stock._shutdown
+
+    def _start_unstarted(self) -> None:
+        """Try again to start the threads that the system would not start."""
+        with self._threads_lock, stock._global_shutdown_lock, suppress(RuntimeError):
+            while self._unstarted and not stock._shutdown:
+                self.start_worker(*self._unstarted[-1])
 
     def _first_due(self) -> float:
         return min(self.clocks.copy().values(), default=math.inf)
@@ -229,8 +248,15 @@ class Watchdog:
                 forget_thread(worker.thread)
                 self.start_worker(successor, f"{worker.thread.name}+")
         except RuntimeError as error:
-            _log.error("cannot start a thread in the place of %r: %s; the pool has one less", worker.thread.name, error)
+            _log.error(
+                "cannot start a thread in the place of %r: %s; the pool has one less, and tries again every %g s",
+                worker.thread.name,
+                error,
+                _TRY_AGAIN_S,
+            )
             successor.finish_first()
+            with self._threads_lock:
+                self._unstarted.append((successor, f"{worker.thread.name}+"))
         finally:
             worker.thread.give_up()  # those who joined it now look for its successor
 

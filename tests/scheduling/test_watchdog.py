@@ -264,6 +264,30 @@ class TestGivenUp:
             sampler = pool._sampler
             assert pool.submit(abs, -1).result(WAIT_S) == 1
             assert pool._sampler is sampler, "a second one would never be ended"
+            assert len(pool._threads) == 1
+
+    def test_thread_that_is_refused_at_first(self, kind: Kind, stuck: Stuck, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is tried again, for tasks that wait and nobody who submits another."""
+        monkeypatch.setattr(watchdog, "_TRY_AGAIN_S", 0.01)
+        refused = threading.Event()
+
+        def no_thread_noted(thread: object, wake: object) -> None:
+            refused.set()
+            no_thread(thread, wake)
+
+        with kind.pool(max_workers=1) as pool:
+            future = pool.submit(stuck)
+            behind = pool.submit(abs, -1)
+            assert stuck.started.wait(WAIT_S)
+            with monkeypatch.context() as patch:
+                patch.setattr(watchdog, "start_thread", no_thread_noted)
+                future.cancel()
+                assert isinstance(future.exception(WAIT_S), TaskCancelledError)
+                refused.clear()
+                assert refused.wait(WAIT_S), "it was tried again"
+                assert not behind.done()
+            assert behind.result(WAIT_S) == 1
+            assert len(pool._threads) == 1
 
 
 def no_thread(thread: object, wake: object) -> None:
