@@ -13,6 +13,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.thread import BrokenThreadPool
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ from managed_exec import GPUPoolExecutor, ManagedTensor, MemoryPolicy, current_t
 pytestmark = pytest.mark.timeout(300)  # starting a process imports torch
 
 Pair = namedtuple("Pair", "left right")
+
+
+class Holder:
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+    def method(self) -> None: ...
+
+
 VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
 
 
@@ -196,7 +206,13 @@ class TestWhatTravels:
         for future, named in (
             (pool.submit(print, 1, lock), r"task \d+ \(print\): argument 2, a lock, cannot be sent"),
             (pool.submit(print, end=lock), r"\(print\): end, a lock, cannot be sent"),
-            (pool.submit(lambda: lock), r"<lambda>\): function, a function, cannot be sent .* use workers='threads'"),
+            (
+                pool.submit(lambda: lock),
+                r"<lambda>\): function's variable 'lock', a lock, cannot .* use workers='threads'",
+            ),
+            (pool.submit(print, {"a": [1, lock]}), r"argument 1\['a'\]\[1\], a lock, cannot be sent"),
+            (pool.submit(print, partial(print, Holder(lock))), r"argument 1\[0\]\.held, a lock, cannot"),
+            (pool.submit(print, Holder(lock).method), r"argument 1\.__self__\.held, a lock, cannot be sent"),
             (pool.submit(threading.Lock), r"the result of task \d+ \(.*\) cannot be sent back .* cannot pickle"),
             (pool.submit(lambda: torch.ones(3, requires_grad=True) * 2), r"the result .* detach\(\) it"),
             (pool.submit(Unreadable()), r"cannot be read in the process .* ZeroDivisionError"),

@@ -22,7 +22,8 @@ class MemoryPolicy:
             as long as a quarter of it stays free), ``"host"`` and ``"disk"``; empty: nothing is spilled.
         host_limit: bytes, or text such as ``"12GiB"``, that spilled tensors may take of main memory; None: no limit.
             Pinned memory counts as torch takes it, rounded up to a power of two.
-        spill_dir: directory for the disk tier; None: the system's directory for temporary files.
+        spill_dir: directory for the disk tier, made when it is needed and not there; None: the system's directory for
+            temporary files.
         disk_limit: as *host_limit*, for the disk tier.
         min_bytes: smaller storages are never moved, and cost next to nothing; bytes, or text.
         wait_s: seconds to wait for memory that another running task holds and that cannot be moved.

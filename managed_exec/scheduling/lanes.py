@@ -33,17 +33,18 @@ import torch
 
 from managed_exec import sim
 from managed_exec.devices import Device
-from managed_exec.errors import NotSendableError, TaskCancelledError, TaskTimeoutError, WorkerLostError
+from managed_exec.errors import TaskCancelledError, TaskTimeoutError, WorkerLostError
 from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.options import Need
 from managed_exec.scheduling import lane_process
 from managed_exec.scheduling.lane import END_GRACE_S, Lane, LaneEndedError, LaneLostError, raised_in
 from managed_exec.scheduling.lane_process import Call, ProcessSettings, Reply, Setup
 from managed_exec.scheduling.run import drop_frames
+from managed_exec.scheduling.sendable import check_sendable
 from managed_exec.scheduling.threads import have_threads_end_first
 from managed_exec.scheduling.worker import Outcome
 from managed_exec.task import Task
-from managed_exec.tensors.parcel import Parcel, check_packs, pack
+from managed_exec.tensors.parcel import Parcel, pack
 
 _log = logging.getLogger("concurrent.futures")  # where the standard pools report what befalls a worker
 
@@ -85,7 +86,7 @@ class Lanes:
         self._lane_policy = None if policy is None else _shared_policy(policy, on_one, max_workers)
         self._initializer = None if initializer is None else (initializer, initargs)
         if initializer is not None:
-            _check_sendable("the initializer", [("function", initializer), *_numbered(initargs)])
+            check_sendable("the initializer", initializer, initargs, {})
         self._on_broken = on_broken
         self._simulator = sim.configuration() if self._devices[0].type == "sim" else None
         self._seeds = itertools.count(torch.initial_seed() + 1)
@@ -240,7 +241,7 @@ class Lanes:
             inherits = task.context is not None
             return pack(Call(task.id, name, task.fn, task.args, task.kwargs, inherits, task.modes, shares_device))
         except Exception:
-            _check_sendable(name, [("function", task.fn), *_numbered(task.args), *task.kwargs.items()])
+            check_sendable(name, task.fn, task.args, task.kwargs)
             raise  # each part can be sent, and all together they cannot: too many descriptors, say
 
     # -- lanes --------------------------------------------------------------------------------------------------------
@@ -356,22 +357,6 @@ class Lanes:
                 ended += lanes[: max(0, len(lanes) - but)]
                 del lanes[: max(0, len(lanes) - but)]
         self._end(*ended)
-
-
-def _check_sendable(name: str, parts: Sequence[tuple[str, object]]) -> None:
-    """Raise an error that names the first of *parts* that cannot be sent, if there is one."""
-    for part, value in parts:
-        try:
-            check_packs(value)
-        except Exception as error:
-            raise NotSendableError(
-                f"{name}: {part}, a {type(value).__qualname__}, cannot be sent to another process: {error}. Make it in "
-                "the task, or use workers='threads'"
-            ) from error
-
-
-def _numbered(args: Sequence[object]) -> list[tuple[str, object]]:
-    return [(f"argument {i}", value) for i, value in enumerate(args, 1)]
 
 
 def _limited(policy: MemoryPolicy | None, total_bytes: int) -> int:
