@@ -22,7 +22,7 @@ from functools import partial
 
 import cifar
 import torch
-from options import add_sim, enable_sim, positive
+from options import parsed, positive
 from torch import Tensor, nn
 
 from managed_exec import GPUPoolExecutor, ManagedModule, current_task, device_manager
@@ -87,13 +87,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--hidden", type=positive, default=64, help="width of the network (%(default)s)")
     parser.add_argument("--in-flight", default="2MiB", help="bytes of batches and scores at once (%(default)s)")
     parser.add_argument("--workers", type=positive, default=8, help="batches at work at once (%(default)s)")
-    add_sim(parser, "4x64MiB")
-    options = parser.parse_args(arguments)
+    options = parsed(parser, arguments, "4x64MiB")
     try:
         limit_bytes = parse_bytes(options.in_flight, name="--in-flight")
     except ValueError as wrong:
         parser.error(str(wrong))
-    enable_sim(parser, options)
     torch.set_num_threads(1)  # tasks run side by side already
 
     model = cifar.network(options.hidden).requires_grad_(False)

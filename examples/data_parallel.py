@@ -20,7 +20,7 @@ from typing import Any
 import cifar
 import torch
 from cifar import Batch
-from options import add_sim, enable_sim, positive
+from options import parsed, positive
 from torch import Tensor, nn
 
 from managed_exec import GPUPoolExecutor, device_manager, gpu_task
@@ -96,9 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=positive, default=8, help="images in a step (%(default)s)")
     parser.add_argument("--hidden", type=positive, default=64, help="width of the network (%(default)s)")
     parser.add_argument("--replicas", type=positive, help="of the network (one a device, at least two)")
-    add_sim(parser, "2x256MiB")
-    options = parser.parse_args(arguments)
-    enable_sim(parser, options)
+    options = parsed(parser, arguments, "2x256MiB")
     count = options.replicas or max(2, len(device_manager.devices))
     if options.batch < count:
         parser.error(f"--batch {options.batch}: each of {count} replicas needs an image")

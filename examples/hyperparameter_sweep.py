@@ -26,7 +26,7 @@ from queue import SimpleQueue
 import cifar
 import torch
 from cifar import Batch
-from options import add_sim, enable_sim, positive
+from options import parsed, positive
 from torch import nn
 
 from managed_exec import GPUPoolExecutor, current_task
@@ -151,9 +151,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=positive, default=8, help="images in a step (%(default)s)")
     parser.add_argument("--target", type=float, default=0.5, help="loss at which the sweep ends (%(default)s)")
     parser.add_argument("--workers", type=positive, default=4, help="runs at once (%(default)s)")
-    add_sim(parser, "2x256MiB")
-    options = parser.parse_args(arguments)
-    enable_sim(parser, options)
+    options = parsed(parser, arguments, "2x256MiB")
     torch.set_num_threads(1)  # runs are side by side already
 
     settings = grid(options.steps)

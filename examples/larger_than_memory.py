@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
-from options import add_sim, enable_sim
+from options import parsed
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  # everybody's name for it
 
@@ -176,11 +176,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--width", type=int, default=64, help="of the model, a multiple of 4 (%(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="of the model (%(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="sequences in a step (%(default)s)")
-    add_sim(parser, "1x256MiB, with room at first")
-    options = parser.parse_args(arguments)
+    options = parsed(parser, arguments, "1x256MiB, with room at first")
     if min(options.tasks, options.steps, options.layers, options.batch) < 1 or options.width < 4 or options.width % 4:
         parser.error("--tasks, --steps, --layers and --batch must be at least 1, --width a multiple of 4")
-    simulated = enable_sim(parser, options)
     torch.set_num_threads(1)  # tasks run side by side already
 
     sizes = Sizes(options.width, options.layers, length=24, batch=options.batch, steps=options.steps)
@@ -191,7 +189,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{options.tasks} tasks, each a model of {weights:,} weights and {sizes.steps} steps of Adam\n")
 
     expected = attempt("with room", model, sizes, rates, False)
-    if simulated and expected is not None:
+    if options.simulated and expected is not None:
         limit = max(peaks()) // SHARE
         for index in range(torch.accelerator.device_count()):
             sim.set_capacity(index, limit)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import cifar
 import torch
 from cifar import Batch
-from options import add_sim, enable_sim, positive
+from options import parsed, positive
 from torch import nn
 
 from managed_exec import GPUPoolExecutor, ManagedModule, device_manager
@@ -58,9 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=positive, default=200, help="of training (%(default)s)")
     parser.add_argument("--batch", type=positive, default=8, help="images in a step (%(default)s)")
     parser.add_argument("--hidden", type=positive, default=64, help="width of the network (%(default)s)")
-    add_sim(parser, "2x256MiB")
-    options = parser.parse_args(arguments)
-    enable_sim(parser, options)
+    options = parsed(parser, arguments, "2x256MiB")
     torch.set_num_threads(1)
 
     model, data = cifar.network(options.hidden), cifar.batches(options.steps, options.batch)

@@ -7,26 +7,31 @@ import argparse
 from managed_exec import sim
 
 
-def add_sim(parser: argparse.ArgumentParser, example: str) -> None:
-    """Give *parser* the option ``--sim NxSIZE``; *example* is one that suits the program."""
+def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None, example: str) -> argparse.Namespace:
+    """Give *parser* the option ``--sim NxSIZE``, read the options, and make the simulated devices asked for, if any.
+
+    What cannot be read ends the program here, with the usual message, and not where the first pool is made.
+
+    Args:
+        parser: of the program.
+        arguments: None for those of the command line.
+        example: a value of ``--sim`` that suits the program.
+
+    Returns:
+        The options; ``simulated`` says whether there are simulated devices, by ``--sim`` or else the environment.
+    """
     parser.add_argument(
         "--sim", metavar="NxSIZE", help=f"use simulated devices, such as {example}; else MANAGED_EXEC_SIM, else GPUs"
     )
-
-
-def enable_sim(parser: argparse.ArgumentParser, options: argparse.Namespace) -> bool:
-    """Make the simulated devices that ``--sim``, or else the environment, asks for; return whether there are any.
-
-    What cannot be read ends the program here, with the usual message, and not where the first pool is made.
-    """
+    options = parser.parse_args(arguments)
     try:
         if options.sim:
             devices, _, memory = options.sim.partition("x")
             sim.enable(devices=int(devices), memory=memory)
-            return True
-        return sim.enable_from_environment()
+        options.simulated = bool(options.sim) or sim.enable_from_environment()
     except ValueError as wrong:
         parser.error(f"--sim takes NxSIZE, such as 4x256MiB: {wrong}" if options.sim else str(wrong))
+    return options
 
 
 def positive(text: str) -> int:

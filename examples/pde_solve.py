@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
-from options import add_sim, enable_sim
+from options import parsed
 from torch import Tensor
 
 from managed_exec import GPUPoolExecutor
@@ -273,11 +273,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--patches", type=int, default=24, help="tasks in a sweep (%(default)s)")
     parser.add_argument("--sweeps", type=int, default=6, help="rounds of tasks (%(default)s)")
     parser.add_argument("--workers", type=int, default=4, help="threads of either executor (%(default)s)")
-    add_sim(parser, "4x256MiB")
-    options = parser.parse_args(arguments)
+    options = parsed(parser, arguments, "4x256MiB")
     if options.level < 1 or not 1 <= options.patches <= 10 * 4**options.level + 2:
         parser.error("--level must be at least 1, --patches between 1 and the number of vertices")
-    enable_sim(parser, options)
     torch.set_num_threads(1)  # tasks run side by side already
 
     problem = build(options.level, options.patches)

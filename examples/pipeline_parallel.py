@@ -36,7 +36,7 @@ from typing import Any
 import cifar
 import torch
 from cifar import Batch
-from options import add_sim, enable_sim, positive
+from options import parsed, positive
 from torch import Tensor, nn
 
 from managed_exec import GPUPoolExecutor, current_task, device_manager, gpu_task, sim
@@ -157,9 +157,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--stages", type=int, choices=(2, 3, 4), default=2, help="of the network (%(default)s)")
     parser.add_argument("--parts", type=positive, default=4, help="of a batch (%(default)s)")
     parser.add_argument("--kernel-ms", type=positive, default=5, help="of each kernel, where simulated (%(default)s)")
-    add_sim(parser, "2x256MiB")
-    options = parser.parse_args(arguments)
-    simulated = enable_sim(parser, options)
+    options = parsed(parser, arguments, "2x256MiB")
     if options.batch < options.parts:
         parser.error(f"--batch {options.batch}: each of {options.parts} parts needs an image")
     torch.set_num_threads(1)  # stages run side by side already
@@ -169,7 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
         expected = pool.submit(cifar.train_alone, model, data).result()
         stages = make_stages(pool, model, options.stages)
         losses = [step(stages, batch, options.parts) for batch in data]
-        timed = make_stages(pool, model, options.stages, options.kernel_ms / 1e3 if simulated else 0.0)
+        timed = make_stages(pool, model, options.stages, options.kernel_ms / 1e3 if options.simulated else 0.0)
         step(timed, data[0], options.parts)
     places = ", ".join(map(str, device_manager.devices))
     print(f"{options.stages} stages on {places}, batches of {options.batch} images in {options.parts} parts")
@@ -182,7 +180,7 @@ def main(arguments: list[str] | None = None) -> None:
         busy_s = sum(span.end_s - span.start_s for span in stage.spans)
         print(f"stage {stage.number}: {len(stage.spans)} tasks, {busy_s:.3f} s")
     print(f"one step: work {work_s:.3f} s, makespan {makespan_s:.3f} s; stages at work at once: {at_once(spans)}")
-    if simulated and at_once(spans) < 2:
+    if options.simulated and at_once(spans) < 2:
         raise SystemExit("the stages did not overlap")
 
 
