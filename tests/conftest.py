@@ -6,6 +6,8 @@ import faulthandler
 import gc
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +35,18 @@ SIMULATED_BYTES = 64 * 2**20
 def identity(value: object) -> str:
     """Return what a parameter is called in a test's name: its repr without addresses, the same in every process."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def run_python(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run *code* in a process of its own, which may fail; *arguments* are its ``sys.argv[1:]``."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, **environment},
+    )
 
 
 @dataclass(frozen=True)

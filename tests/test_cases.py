@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Kind, identity
+from conftest import Kind, identity, run_python
 
 from managed_exec import current_task, gpu_task, sim
 
@@ -202,14 +201,7 @@ class TestCase23NvmlNumbersCardsItsOwnWay:
     ) -> None:
         (tmp_path / "pynvml.py").write_text(self.FAKE)
         search_path = os.pathsep.join(filter(None, [str(tmp_path), *sys.path]))
-        run = subprocess.run(
-            [sys.executable, "-c", self.CODE],
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=90,
-            env={**os.environ, "PYTHONPATH": search_path, "CUDA_VISIBLE_DEVICES": visible},
-        )
+        run = run_python(self.CODE, PYTHONPATH=search_path, CUDA_VISIBLE_DEVICES=visible)
         assert run.returncode == 0, run.stderr
         # CUDA has none of these cards, and for '1,1' and '' none at all: the pool falls back to the CPU.
         assert run.stdout.splitlines() == [str(free_bytes), "['cpu']"]

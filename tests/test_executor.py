@@ -7,8 +7,6 @@ import concurrent.futures
 import contextvars
 import gc
 import itertools
-import os
-import subprocess
 import sys
 import threading
 import weakref
@@ -17,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import Kind, eventually
+from conftest import Kind, eventually, run_python
 
 from managed_exec import GPUPoolExecutor, current_task, sim
 
@@ -167,14 +165,7 @@ class TestShutdown:
             "    print('done', flush=True)\n"
             "pool.submit(outlast_the_main_thread)\n"
         )
-        run = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            check=False,
-            text=True,
-            timeout=90,
-            env={**os.environ, "MANAGED_EXEC_SIM": simulated},
-        )
+        run = run_python(code, MANAGED_EXEC_SIM=simulated)
         assert (run.returncode, run.stdout.strip(), run.stderr) == (0, "done", "")
 
     def test_failing_initializer_breaks_the_pool(self, kind: Kind, caplog: pytest.LogCaptureFixture) -> None:

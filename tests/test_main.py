@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from conftest import run_python
 from nvml_stub import NvmlStub
 
 from managed_exec import __main__ as command_line
@@ -186,5 +187,5 @@ def test_the_package_imports_nothing_of_it() -> None:
         "parts = ('__main__', 'telemetry.top', 'telemetry.inventory')\n"
         "print([part for part in parts if f'managed_exec.{part}' in sys.modules], 'rich' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=WAIT_S)
+    done = run_python(code)
     assert done.stdout == "[] False\n", done.stderr

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Kind, identity
+from conftest import Kind, identity, run_python
 
 from managed_exec import GPUPoolExecutor, sim
 from managed_exec.devices import resolve_devices
@@ -159,19 +158,9 @@ class TestWithoutAccelerator:
             resolve_devices(devices)  # type: ignore[arg-type]
 
 
-def run_python(code: str, folder: Path | None = None, **environment: str) -> str:
-    """Run *code* in a process of its own, with *folder* first on its path; return what it printed."""
-    search_path = [str(folder)] if folder else []
-    if inherited := os.environ.get("PYTHONPATH"):
-        search_path.append(inherited)
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(search_path), **environment},
-    )
+def printed_by(code: str, **environment: str) -> str:
+    """Return what *code* prints in a process of its own, in which it must not fail."""
+    run = run_python(code, **environment)
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()
 
@@ -184,7 +173,7 @@ class TestOwnProcess:
             "print([str(d.torch_device) for d in resolve_devices()], resolve_devices()[0].memory().total_bytes)\n"
             "print([str(d.torch_device) for d in resolve_devices('cuda:1')])\n"
         )
-        assert run_python(code, MANAGED_EXEC_SIM="2x3MiB").splitlines() == [
+        assert printed_by(code, MANAGED_EXEC_SIM="2x3MiB").splitlines() == [
             f"['sim:0', 'sim:1'] {3 * 2**20}",
             "['sim:1']",
         ]
@@ -195,7 +184,7 @@ class TestOwnProcess:
             "try: GPUPoolExecutor()\n"
             "except ValueError as error: print(error)\n"
         )
-        text = run_python(code, MANAGED_EXEC_SIM="many")
+        text = printed_by(code, MANAGED_EXEC_SIM="many")
         assert text.startswith("MANAGED_EXEC_SIM: expected")
         assert "'many'" in text
 
@@ -227,4 +216,5 @@ class TestOwnProcess:
             "pool.shutdown()\n"
             "print('nothing')\n"
         )
-        assert run_python(code, tmp_path, MANAGED_EXEC_SIM="2x1MiB") == "nothing"
+        search_path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+        assert printed_by(code, PYTHONPATH=search_path, MANAGED_EXEC_SIM="2x1MiB") == "nothing"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
-import subprocess
 import sys
 import threading
 import types
@@ -14,6 +12,7 @@ from collections.abc import Callable
 import pynvml
 import pytest
 import torch
+from conftest import run_python
 from nvml_stub import NvmlStub
 
 from managed_exec.devices import nvml
@@ -372,12 +371,5 @@ class TestVersions:
 def test_own_process_loads_the_library_by_its_name(nvml_library: NvmlStub) -> None:
     nvml_library.describe(*CARDS)
     code = "from managed_exec.devices import nvml; print(nvml.memory('GPU-aabb2222'), nvml.unavailable())"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={**os.environ, **nvml_library.environment},
-    )
+    run = run_python(code, **nvml_library.environment)
     assert run.stdout == "NvmlMemory(free_bytes=200, total_bytes=1000) None\n", run.stderr

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 import torch
-from conftest import Kind, eventually
+from conftest import Kind, eventually, run_python
 
 from managed_exec import current_task
 from managed_exec.devices import AcceleratorDevice, nvml
@@ -216,14 +214,7 @@ class TestReadings:
             "print(nvml.visible_uuids(os.environ['CUDA_VISIBLE_DEVICES']), torch.cuda.is_initialized())\n"
             "print(nvml.cuda_uuid(0), torch.cuda.device_count())\n"
         )
-        run = subprocess.run(
-            [sys.executable, "-c", code],
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": last},
-        )
+        run = run_python(code, CUDA_VISIBLE_DEVICES=last)
         assert run.stdout.splitlines() == [f"['{last}'] False", f"{last} 1"], run.stdout + run.stderr
 
     def test_memory_agrees_with_cuda_s(self, cuda: Kind) -> None:

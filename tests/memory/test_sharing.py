@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import Kind
+from conftest import Kind, run_python
 
 from managed_exec.errors import DeviceMemoryError, NotMovableError
 from managed_exec.memory.manager import MemoryManager, configure
@@ -135,9 +133,7 @@ def test_forked_child_spills_to_a_directory_of_its_own(tmp_path: Path) -> None:
         "assert os.waitpid(child, 0)[1] == 0\n"
         "assert first.sum().item() == 4096\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, check=False, text=True, timeout=90
-    )
+    run = run_python(code, str(tmp_path))
     assert (run.returncode, run.stderr) == (0, "")
 
 

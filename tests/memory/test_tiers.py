@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Kind, eventually, identity
+from conftest import Kind, eventually, identity, run_python
 
 from managed_exec import GPUPoolExecutor, sim
 from managed_exec.errors import DeviceMemoryError, NotMovableError, TierFullError
@@ -179,7 +177,7 @@ def test_killed_process_leaves_nothing_for_long(tmp_path: Path) -> None:
     )
 
     def run(how: str) -> int:
-        return subprocess.run([sys.executable, "-c", code, str(tmp_path), how], check=False, timeout=90).returncode
+        return run_python(code, str(tmp_path), how).returncode
 
     assert run("exit") == 0
     assert not list(tmp_path.iterdir()), "removed at exit"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import identity
+from conftest import identity, run_python
 
 from managed_exec import sim
 from managed_exec.errors import SimulatorBusyError
@@ -91,19 +88,8 @@ def test_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
             sim.enable_from_environment()
 
 
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        check=False,  # some are meant to fail
-        text=True,
-        timeout=100,
-    )
-
-
 def test_importing_registers_nothing() -> None:
-    result = run(
+    result = run_python(
         "import torch; from managed_exec import sim\n"
         "assert torch._C._get_privateuse1_backend_name() == 'privateuseone' and not hasattr(torch, 'sim')\n"
         "assert not sim.is_enabled(); sim.disable()\n"
@@ -116,7 +102,7 @@ def test_importing_registers_nothing() -> None:
 
 def test_missing_compiler_and_failing_compiler(tmp_path: Path) -> None:
     code = "from managed_exec import sim; sim.enable()"
-    result = run(code, PATH="", CXX="c++", TORCH_EXTENSIONS_DIR=str(tmp_path))
+    result = run_python(code, PATH="", CXX="c++", TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert "SimulatorUnavailableError" in result.stderr
     assert "install g++" in result.stderr
     broken = tmp_path / "broken-c++"
@@ -125,7 +111,7 @@ def test_missing_compiler_and_failing_compiler(tmp_path: Path) -> None:
         "; then exit 0; fi\necho 'all is lost'\nexit 1\n"
     )
     broken.chmod(0o755)
-    result = run(code, CXX=str(broken), TORCH_EXTENSIONS_DIR=str(tmp_path))
+    result = run_python(code, CXX=str(broken), TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert "SimulatorUnavailableError" in result.stderr
     assert "all is lost" in result.stderr
 
@@ -136,20 +122,20 @@ def test_missing_ninja(tmp_path: Path) -> None:
         "shutil.which = lambda name, *a, **k: None if name == 'ninja' else which(name, *a, **k)\n"
         "from managed_exec import sim; sim.enable()"
     )
-    result = run(code, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    result = run_python(code, TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert "SimulatorUnavailableError" in result.stderr
     assert "managed_exec[sim]" in result.stderr
 
 
 def test_another_backend_has_the_place() -> None:
-    result = run(
+    result = run_python(
         "import torch; torch.utils.rename_privateuse1_backend('other'); from managed_exec import sim; sim.enable()"
     )
     assert "'other' has taken it" in result.stderr
 
 
 def test_processes_fork_after_asynchronous_copies() -> None:
-    result = run(
+    result = run_python(
         "import os, torch; from managed_exec import sim; sim.enable(1); torch.set_num_threads(1)\n"
         "host = torch.ones(8).pin_memory(); host.to('sim', non_blocking=True); torch.sim.synchronize()\n"
         "pid = os.fork()\n"
@@ -166,7 +152,7 @@ def test_processes_fork_after_asynchronous_copies() -> None:
 
 
 def test_the_process_ends_while_copies_are_held() -> None:
-    result = run(
+    result = run_python(
         "import torch; from managed_exec import sim; sim.enable(1)\n"
         "hold = sim.hold_stream(torch.sim.current_stream()); hold.__enter__()\n"
         "a = torch.ones(8).pin_memory().to('sim', non_blocking=True); print('ended')"

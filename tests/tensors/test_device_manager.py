@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import OrderedDict, defaultdict
 from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import Kind, identity
+from conftest import Kind, identity, run_python
 
 from managed_exec import GPUPoolExecutor, ManagedModule, ManagedTensor, MemoryPolicy, device_manager, manage, sim
 from managed_exec.errors import DeviceMemoryError
@@ -119,5 +117,5 @@ def test_import_makes_nothing() -> None:
         "assert _Process.manager is None and rooms.cache_info().currsize == 0\n"
         "assert repr(managed_exec.device_manager) == 'device_manager'\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, text=True, timeout=90)
+    run = run_python(code)
     assert (run.returncode, run.stderr) == (0, "")

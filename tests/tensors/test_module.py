@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Kind
+from conftest import Kind, run_python
 
 from managed_exec import GPUPoolExecutor, ManagedModule, ManagedTensor, MemoryPolicy, sim
 from managed_exec.memory.manager import configure
@@ -303,7 +301,7 @@ class TestFilesAndCopies:
             "print(state['scale'].tolist(), type(module).__name__, type(module[0].weight).__name__)\n"
             "print(module[0].weight.tolist())\n"
         )
-        run = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, check=False, text=True)
+        run = run_python(code, tmp_path)
         assert run.stderr == ""
         assert run.stdout == f"{plain.scale.tolist()} Sequential Parameter\n{module[0].weight.tolist()}\n"
 
