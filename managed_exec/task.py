@@ -95,8 +95,10 @@ class _Facts(NamedTuple):
 class CurrentTask(_Facts):
     """The task that the calling thread runs.
 
-    ``device`` is where a bare ``"cuda"`` goes, ``stream`` its stream there (None on the CPU), ``id`` a number unique
-    in the pool, in order of submission.
+    Attributes:
+        device: where a bare ``"cuda"`` goes.
+        stream: the task's stream there; None on the CPU.
+        id: a number unique in the pool, in order of submission.
     """
 
     # Weak: a task may return this, and its future would otherwise refer to itself.

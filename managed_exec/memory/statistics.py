@@ -7,17 +7,28 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class MemoryStatistics:
-    """A snapshot. Bytes are sizes of storages, as moved; counts are moves."""
+    """A snapshot. Bytes are sizes of storages, as moved; counts are moves.
 
-    spilled_bytes: dict[str, int] = field(default_factory=dict)  # by tier, all moves ever
+    Attributes:
+        spilled_bytes: by tier, all moves ever.
+        spilled_count: likewise.
+        unspilled_bytes: by the tier that they came back from.
+        unspilled_count: likewise.
+        tier_bytes: now in each tier, as counted against its limit.
+        managed_bytes: now resident, by device.
+        reruns: kernels run again because the device had no room at first.
+        migrated: calls made on another device because their own had no room.
+        task_bytes: by task, of those that run or have left tensors: bytes moved, by ``"spilled host"`` and so on.
+    """
+
+    spilled_bytes: dict[str, int] = field(default_factory=dict)
     spilled_count: dict[str, int] = field(default_factory=dict)
     unspilled_bytes: dict[str, int] = field(default_factory=dict)
     unspilled_count: dict[str, int] = field(default_factory=dict)
-    tier_bytes: dict[str, int] = field(default_factory=dict)  # now in each tier, as counted against its limit
-    managed_bytes: dict[str, int] = field(default_factory=dict)  # now resident, by device
-    reruns: int = 0  # kernels run again because the device had no room at first
-    migrated: int = 0  # calls made on another device because their own had no room
-    # By task, of those that run or have left tensors: bytes moved, by "spilled host" and so on.
+    tier_bytes: dict[str, int] = field(default_factory=dict)
+    managed_bytes: dict[str, int] = field(default_factory=dict)
+    reruns: int = 0
+    migrated: int = 0
     task_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def __str__(self) -> str:

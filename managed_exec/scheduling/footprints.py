@@ -29,10 +29,15 @@ _VERSION = 1
 
 
 class Footprint(NamedTuple):
-    """What one task has needed."""
+    """What one task has needed.
 
-    argument_bytes: int  # of the tensors it was given, on whatever device
-    peak_bytes: int  # of device memory
+    Attributes:
+        argument_bytes: of the tensors it was given, on whatever device.
+        peak_bytes: of device memory, at most at once.
+    """
+
+    argument_bytes: int
+    peak_bytes: int
 
     def bound(self, argument_bytes: int) -> int:
         """Return what a task with arguments of that size may need by this one."""

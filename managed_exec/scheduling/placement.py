@@ -17,17 +17,28 @@ class DeviceSnapshot(NamedTuple):
     """One device of the pool as it is at this moment.
 
     Memory and utilisation are sampled a few times a second and may be that old; ``running`` is exact.
+
+    Attributes:
+        device: the device.
+        position: its place among the pool's devices, which is what a placement returns.
+        running: tasks of this pool on it.
+        free_bytes: None until first sampled.
+        total_bytes: likewise.
+        utilization: busy share of the last sampling period, 0 to 1; None where nothing tells.
+        reserved_bytes: what the running tasks have said they need.
+        expected_bytes: likewise, and for those that have not, what earlier tasks of their functions have needed.
+        limit_bytes: what tasks may use of it; None until one is expected to need any.
     """
 
     device: torch.device
-    position: int  # in the pool's devices
-    running: int  # tasks of this pool
-    free_bytes: int | None = None  # None until first sampled, as the next
+    position: int
+    running: int
+    free_bytes: int | None = None
     total_bytes: int | None = None
-    utilization: float | None = None  # busy share of the last sampling period, 0 to 1; None where nothing tells
-    reserved_bytes: int = 0  # what the running tasks have said they need
-    expected_bytes: int = 0  # likewise, and for those that have not, what earlier tasks of their functions have needed
-    limit_bytes: int | None = None  # what tasks may use of it; None until one is expected to need any
+    utilization: float | None = None
+    reserved_bytes: int = 0
+    expected_bytes: int = 0
+    limit_bytes: int | None = None
 
     @property
     def free_share(self) -> float:
@@ -45,12 +56,19 @@ class DeviceSnapshot(NamedTuple):
 
 
 class PlacementRequest(NamedTuple):
-    """What is known of the task to place."""
+    """What is known of the task to place.
 
-    sequence: int  # tasks placed before it
-    last_position: int | None  # where the worker that will run it ran its last one
-    expected_bytes: int = 0  # what it says it needs, else what earlier tasks of its function have needed; 0: unknown
-    local_bytes: Mapping[int, int] = MappingProxyType({})  # of the tensors it is given, by their device's position
+    Attributes:
+        sequence: tasks placed before it.
+        last_position: where the worker that will run it ran its last one; None: it has run none.
+        expected_bytes: what it says it needs, else what earlier tasks of its function have needed; 0: unknown.
+        local_bytes: of the tensors it is given, by the position of the device that they are on.
+    """
+
+    sequence: int
+    last_position: int | None
+    expected_bytes: int = 0
+    local_bytes: Mapping[int, int] = MappingProxyType({})
 
 
 # Fewer bytes are moved in the time that it takes to start a task, so where they are does not matter.

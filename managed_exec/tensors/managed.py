@@ -163,7 +163,10 @@ class ManagedTensor(PlacedTensor, Handle):
     # -- residency --------------------------------------------------------------------------------------------------
 
     def spill(self, tier: str | None = None) -> ManagedTensor:
-        """Move the storage, with all its views, to *tier* (``"host"``, ``"disk"``; None: the first with room).
+        """Move the storage, with all its views, to *tier* (None: the first with room).
+
+        Args:
+            tier: ``"peer"``, ``"host"`` or ``"disk"``.
 
         Raises:
             NotMovableError: the storage is pinned, in use, shared with what is not managed, or too small.
@@ -185,7 +188,10 @@ class ManagedTensor(PlacedTensor, Handle):
 
     @property
     def residency(self) -> str:
-        """Where the bytes are: ``"device"``, ``"host"`` or ``"disk"``; ``"leaving"`` or ``"returning"`` on the way."""
+        """Where the bytes are: ``"device"``, or the tier ``"peer"``, ``"host"`` or ``"disk"``.
+
+        On the way there ``"leaving"``, from one tier to another ``"sinking"``, and on the way back ``"returning"``.
+        """
         record = self.record
         return "device" if record is None else record.residency.value
 
@@ -209,6 +215,7 @@ class ManagedTensor(PlacedTensor, Handle):
 
     @property
     def pinned(self) -> bool:
+        """Whether it is pinned, by whatever view of the storage."""
         record = self.record
         return record is not None and record.pins > 0
 
