@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 from collections.abc import Callable
 
@@ -210,7 +211,7 @@ class TestDeviceWork:
             assert copied.wait(WAIT_S)
             with sim.hold_stream(streams[0]):
                 gate.set()
-                with pytest.raises(TimeoutError):
+                with pytest.raises(concurrent.futures.TimeoutError):
                     future.result(timeout=0.1)
             assert future.result(WAIT_S).cpu().eq(7).all()
         del future
@@ -224,7 +225,7 @@ class TestDeviceWork:
         with simulator.pool(max_workers=1, devices=2, placement="pack") as pool:
             with sim.hold_stream(default):
                 future = pool.submit(task)
-                with pytest.raises(TimeoutError):
+                with pytest.raises(concurrent.futures.TimeoutError):
                     future.result(timeout=0.1)
             assert future.result(WAIT_S).cpu().eq(7).all()
         del future
@@ -236,7 +237,7 @@ class TestDeviceWork:
             with sim.hold_stream(torch.accelerator.current_stream(0)):
                 target.copy_(source, non_blocking=True)
                 future = pool.submit(target.clone)
-                with pytest.raises(TimeoutError):
+                with pytest.raises(concurrent.futures.TimeoutError):
                     future.result(timeout=0.1)
             assert future.result(WAIT_S).cpu().eq(7).all()
         del future

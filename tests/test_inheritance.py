@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import contextvars
 import decimal
@@ -291,7 +292,7 @@ class TestStreams:
                 with sim.hold_stream(other):
                     target.copy_(source, non_blocking=True)
                     future = pool.submit(target.clone)
-                    with pytest.raises(TimeoutError):
+                    with pytest.raises(concurrent.futures.TimeoutError):
                         future.result(timeout=0.05)
                 assert future.result(WAIT_S).eq(7).all()
             finally:
@@ -305,7 +306,7 @@ class TestStreams:
             with sim.hold_stream(torch.accelerator.current_stream(3)):
                 target.copy_(source, non_blocking=True)
                 future = pool.submit(lambda: (current_task().device.index, target.to("cuda")))
-                with pytest.raises(TimeoutError):
+                with pytest.raises(concurrent.futures.TimeoutError):
                     future.result(timeout=0.05)
             index, copy = future.result(WAIT_S)
         assert index == 0

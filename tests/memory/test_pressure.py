@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 import time
 from pathlib import Path
@@ -140,7 +141,7 @@ def test_memory_of_a_running_task_is_waited_for(small_device: MemoryManager, wha
         first = executor.submit(holder)
         assert held.wait(WAIT_S)
         second = executor.submit(lambda: torch.ones(HALF, device="cuda").sum().item())
-        with pytest.raises(TimeoutError):
+        with pytest.raises(concurrent.futures.TimeoutError):
             second.result(0.2)
         done.set()
         first.result(WAIT_S)

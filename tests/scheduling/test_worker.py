@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import sys
 import threading
 import weakref
@@ -263,7 +264,7 @@ class TestOrder:
             assert ready.wait(WAIT_S)
             with sim.hold_stream(streams[0]):
                 gate.set()
-                with pytest.raises(TimeoutError):
+                with pytest.raises(concurrent.futures.TimeoutError):
                     future.result(timeout=0.05)
                 assert bookings(pool) == 1
             future.result(WAIT_S)
