@@ -54,7 +54,8 @@ def test_program_runs(program: str, simulated: str, tmp_path: Path) -> None:
         env={**os.environ, "MANAGED_EXEC_SIM": simulated, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stderr == ""
+    # Some builds of torch let their profiler say when it starts and stops, and no setting keeps it from that.
+    assert [line for line in run.stderr.splitlines() if not line.startswith("USDT:")] == []
 
 
 def test_change_is_one_class_name() -> None:

@@ -15,6 +15,8 @@ class MemoryStatistics:
     unspilled_count: dict[str, int] = field(default_factory=dict)
     tier_bytes: dict[str, int] = field(default_factory=dict)  # now in each tier, as counted against its limit
     managed_bytes: dict[str, int] = field(default_factory=dict)  # now resident, by device
+    pinned_bytes: dict[str, int] = field(default_factory=dict)  # of these
+    away_bytes: dict[str, dict[str, int]] = field(default_factory=dict)  # now in each tier, by the device they left
     reruns: int = 0  # kernels run again because the device had no room at first
     migrated: int = 0  # calls made on another device because their own had no room
     # By task, of those that run or have left tensors: bytes moved, by "spilled host" and so on.
