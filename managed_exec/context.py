@@ -97,6 +97,10 @@ class DeviceContext(TorchFunctionMode):
         self.future: TaskFuture[Any] | None = None  # the task's, with the flag that tells it to stop; set by the worker
         self._pushed = False  # whether this mode is on the thread's stack
 
+    def device_at(self, position: int) -> torch.device:
+        """Return the device that ``enter`` will bind to."""
+        return self._bindings[position][0]
+
     def enter(self, position: int, task_id: int, submitter: SubmitterStreams | None) -> None:
         """Make the device at *position* this thread's, after what *submitter* had queued."""
         self.position = position

@@ -52,16 +52,20 @@ class TaskRetried:
 
 @dataclass(frozen=True)
 class TaskFinished:
-    """A task's future is about to be done."""
+    """A task's future is about to be done; or a task that was cancelled while it waited has left the queue.
+
+    Each task that has come into the queue ends with one of these, and with no more.
+    """
 
     task_id: int
     name: str
     device: torch.device | None  # where it ran last; None if it never has
-    worker: str
+    worker: str  # the name of the thread
     submitted_s: float
     started_s: float | None  # the last time it was called; None if it never was
     at_s: float
-    error: BaseException | None
+    error: BaseException | None  # CancelledError of one that was cancelled while it waited
+    retries: int = 0  # how often it was run again
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ The executor owns the queue, the loads and the threads; each worker has its own 
 6. ``Lanes._lock``: the processes that are idle. A leaf.
 
 The watchdog takes the first two to replace a thread, and has no lock of its own that anyone waits for. A future's own
-lock is a leaf too.
+lock is a leaf too, and so are those that bars and metrics count under. A view takes the second alone, to start.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import thread as stock
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
-from queue import Empty
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TextIO, TypeVar, cast
 
 import torch
 
@@ -43,17 +42,18 @@ from managed_exec.config import (
     checked_workers,
 )
 from managed_exec.context import DeviceContext
-from managed_exec.devices import CpuDevice, Device, resolve_devices
+from managed_exec.devices import CpuDevice, resolve_devices
 from managed_exec.devices.discovery import DeviceLike
 from managed_exec.events import Hook, Hooks, TaskSubmitted
 from managed_exec.inheritance import SubmitterModes, SubmitterStreams
 from managed_exec.managed_context import ManagedContext
-from managed_exec.memory.limits import Limits
-from managed_exec.memory.manager import configure
+from managed_exec.memory.limits import Limits, capacity_bytes
+from managed_exec.memory.manager import MemoryManager, configure
 from managed_exec.memory.manager import manager as process_manager
 from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.options import ANY, NO_OPTIONS, options_of
 from managed_exec.scheduling.appraisal import Appraiser
+from managed_exec.scheduling.ending import call_if_there, cancel_waiting, fail_waiting, join_all
 from managed_exec.scheduling.footprints import Footprints
 from managed_exec.scheduling.health import DeviceHealth
 from managed_exec.scheduling.lanes import Lanes
@@ -63,11 +63,14 @@ from managed_exec.scheduling.placement import Placement
 from managed_exec.scheduling.queue import TaskQueue
 from managed_exec.scheduling.threads import start_thread
 from managed_exec.scheduling.watchdog import Watchdog
-from managed_exec.scheduling.worker import Worker, finish
-from managed_exec.streaming import stream
+from managed_exec.scheduling.worker import Worker
+from managed_exec.streaming import begin_map
 from managed_exec.task import Task
+from managed_exec.telemetry.observers import Observers
+from managed_exec.telemetry.progress import with_progress
 from managed_exec.telemetry.sampler import DeviceSampler
-from managed_exec.telemetry.trace import Trace
+from managed_exec.telemetry.statistics import Census, PoolStatistics
+from managed_exec.telemetry.watch import View
 
 T = TypeVar("T")
 
@@ -152,8 +155,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         # Whose streams a task waits for. Tasks in processes wait when their arguments are copied.
         self._awaited = () if in_processes else self._accelerators
         self._lanes: Lanes | None = None
-        self._manager_hooks: Hooks | None = None  # of the memory manager, where it is this process's
-        self._stop_listening: Callable[[], object] = lambda: None
+        manager: MemoryManager | None = None  # where it is this process's
         if in_processes:
             policy = (memory or process_manager().policy) if memory is not False and self._accelerators else None
             broken = weakref.WeakMethod(self._initializer_failed)
@@ -164,7 +166,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
                 tasks_per_device,
                 initializer,
                 initargs,
-                partial(_call, broken),
+                partial(call_if_there, broken),
             )
             self._thread_initializer = None, ()
             self._make_context = partial(DeviceContext, (CpuDevice(),))
@@ -176,10 +178,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             limits = manager.limits
             holds_back = manager.policy.admission == "learned"
             withdraw = limits.withdraw
-            self._manager_hooks = manager.hooks
-            if self._hooks.hooks:
-                self._listen_to_memory()
-        capacity = self._lanes.capacity_bytes if self._lanes else partial(_capacity_bytes, self._devices, limits)
+        capacity = self._lanes.capacity_bytes if self._lanes else partial(capacity_bytes, self._devices, limits)
         self._loads = DeviceLoads(self._devices, tasks_per_device, place, capacity)
         self._footprints = Footprints()
         self._appraiser: Appraiser | None = None
@@ -192,6 +191,18 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         self._watchdog = Watchdog(
             self._workers, self._shutdown_lock, self._tasks, f"{self._thread_name_prefix}_watchdog"
         )
+        census = Census(
+            self._devices,
+            self._loads,
+            self._tasks,
+            self._watchdog.running,
+            self._workers,
+            self._max_threads,
+            manager,
+            self._lanes,
+        )
+        manager_hooks = None if manager is None else manager.hooks
+        self._observers = Observers(self._hooks, manager_hooks, census, f"{self._thread_name_prefix}_view")
         self._sampler: DeviceSampler | None = None  # runs from the first submit on, where there is a choice of devices
         # Tasks submitted and not yet known to be done with, and those done with since; the first is guarded by the
         # shutdown lock. A thread is started when there are more tasks than threads: counting idle threads instead
@@ -223,7 +234,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             ANY if options is NO_OPTIONS else checked_need(options, self._devices, self._loads, self._lanes),
         )
         task.future.watcher = self._watchdog
-        if self._hooks.hooks:
+        if self._hooks.hooks and not (self._shutdown or self._broken):
             self._hooks.emit(TaskSubmitted(task.id, task.name, task.submitted_s))
         with self._shutdown_lock, stock._global_shutdown_lock:
             if self._broken:
@@ -248,6 +259,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         timeout: float | None = None,
         chunksize: int = 1,
         in_flight: int | str | None = None,
+        progress: bool = False,
         **newer: Any,
     ) -> Iterator[T]:
         """Return an iterator over ``fn(*args)`` of each *args* of ``zip(*iterables)``, in order.
@@ -261,15 +273,17 @@ class GPUPoolExecutor(ThreadPoolExecutor):
                 ``submit`` until the result is taken: what does not fit is not taken from *iterables* yet. Counted are
                 tensors, arrays and byte strings, also in containers; see ``managed_exec.streaming``. None: everything
                 is submitted at once, as in the standard pool.
+            progress: whether a bar shows how many calls are done, and what the devices do; see ``telemetry.progress``.
             newer: what ``map`` of later Pythons takes: ``buffersize``, the most calls that are in flight.
 
         Raises:
             TypeError, ValueError: *in_flight* cannot be read, or is not positive.
             TimeoutError, or what a call raised: from the iterator, which cancels what has not started.
         """
-        if in_flight is None:
-            return super().map(fn, *iterables, timeout=timeout, chunksize=chunksize, **newer)
-        return stream(self.submit, fn, iterables, in_flight, timeout, **newer)
+        begin = partial(begin_map, fn, iterables, in_flight, timeout, chunksize, newer)
+        if checked_flag(progress, "progress"):
+            return with_progress(self._observers, self.submit, begin, fn, iterables)
+        return begin(self)
 
     @property
     def footprints(self) -> Footprints:
@@ -280,8 +294,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         """
         return self._footprints
 
-    @contextmanager
-    def trace(self, path: str | Path) -> Iterator[None]:
+    def trace(self, path: str | Path) -> AbstractContextManager[None]:
         """Write to *path*, at the end of the block, a trace of what the pool does in it.
 
         https://ui.perfetto.dev and ``chrome://tracing`` show it: tasks and waits by device and worker, spilled bytes by
@@ -290,28 +303,38 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         Raises:
             OSError: the file cannot be written; raised at the beginning of the block, as far as can be told then.
         """
-        with open(path, "w", encoding="utf-8") as file:
-            trace = Trace()
-            self._hooks.add(trace)
-            self._listen_to_memory()
-            try:
-                yield
-            finally:
-                self._hooks.remove(trace)
-                if not self._hooks.hooks:
-                    self._stop_listening()  # or the manager would go on making events for nobody
-                trace.write(file)
+        return self._observers.trace(path)
 
-    def _listen_to_memory(self) -> None:
-        """Have the pool's hooks be told of moves of memory, until it is shut down or collected."""
-        if self._manager_hooks is not None and self._hooks.emit not in self._manager_hooks.hooks:
-            self._manager_hooks.add(self._hooks.emit)
-            self._stop_listening = weakref.finalize(self, self._manager_hooks.remove, self._hooks.emit)
+    def statistics(self) -> PoolStatistics:
+        """Return what the pool has done and does now; printed, it is lines for people. Waits for no task."""
+        return self._observers.census.take()
+
+    def watch(self, interval_s: float | None = None, *, file: TextIO | None = None) -> View:
+        """Return a view of the pool's devices, tasks and rates, which is live in a ``with`` block.
+
+        On a terminal rich draws it in place, where it is installed, and in a notebook its cell is rewritten; else there
+        is a line now and then.
+
+        Args:
+            interval_s: seconds between two looks; None for half a second in place, and five from line to line.
+            file: where to; None for the notebook's cell, or standard error.
+
+        Raises:
+            TypeError, ValueError: *interval_s* is no number of seconds from 0.05 to 86400.
+            RuntimeError: when it is to start, if the pool is shut down.
+        """
+        return self._observers.view(interval_s, file)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        super().shutdown(False, cancel_futures=cancel_futures)
+        try:
+            if cancel_futures:
+                with self._shutdown_lock:
+                    self._shutdown = True  # so that nothing comes into the queue any more
+                cancel_waiting(self._tasks, self._new_outcomes())
+        finally:
+            super().shutdown(False)
         if wait:
-            self._join_workers()
+            join_all(self._workers, self._shutdown_lock)
         if self._policy_holders is not None:
             self._policy_holders.discard(self)  # another pool may bring another policy now
         sampler = self._sampler
@@ -321,21 +344,15 @@ class GPUPoolExecutor(ThreadPoolExecutor):
                 sampler.thread.join()
         if wait:
             self._watchdog.join()
-            self._stop_listening()
+        self._observers.close(wait=wait)
 
     shutdown.__doc__ = ThreadPoolExecutor.shutdown.__doc__
 
-    def _join_workers(self) -> None:
-        """Wait for all threads, also those that take the places of others meanwhile; not for those given up."""
-        joined: set[threading.Thread] = set()
-        while True:
-            with self._shutdown_lock:
-                threads = self._workers - joined
-            if not threads:
-                return
-            for thread in threads:
-                thread.join()
-            joined |= threads
+    def _new_outcomes(self) -> Outcomes:
+        """Return what one thread notes the outcomes of tasks by."""
+        outcomes = Outcomes(self._loads, self._hooks)
+        self._observers.census.outcomes.append(outcomes)
+        return outcomes
 
     def _initializer_failed(self) -> None:
         """Declare the pool broken, and fail all that waits.
@@ -346,11 +363,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         reason: Any = "A thread initializer failed, the thread pool is not usable anymore"
         with self._shutdown_lock:
             self._broken = reason
-        with suppress(Empty):
-            while True:
-                task = self._tasks.get_nowait()
-                if task is not None and task.future.set_running_or_notify_cancel():
-                    finish(task, None, stock.BrokenThreadPool(reason))
+        fail_waiting(self._tasks, self._new_outcomes(), reason)
         self._tasks.put(None)
 
     def _start_worker(self) -> None:
@@ -378,20 +391,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             watchdog,
             self._health,
             *self._thread_initializer,
-            Outcomes(self._loads, self._hooks),
+            self._new_outcomes(),
             lanes=self._lanes,
         )
         watchdog.start_worker(worker, f"{self._thread_name_prefix}_{len(self._workers)}")
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Call *method* if what it is of is still there."""
-    found = method()
-    if found is not None:
-        found()
-
-
-def _capacity_bytes(devices: Sequence[Device], limits: Limits | None, position: int) -> int:
-    """Return what tasks may reserve of the device at *position*."""
-    device = devices[position]
-    return device.memory().total_bytes if limits is None else limits.total_bytes(device.torch_device)

@@ -18,9 +18,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 
@@ -43,6 +43,12 @@ class _Array(Protocol):
     def nbytes(self) -> int: ...
 
 
+class Submits(Protocol):
+    """What ``map`` needs of an executor, the standard library's too."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]: ...
+
+
 def bytes_in(value: object) -> int:
     """Return the bytes of the tensors, arrays and byte strings in *value*, in containers too (``tensors.results``)."""
     n_bytes = 0
@@ -52,6 +58,21 @@ def bytes_in(value: object) -> int:
         else:
             n_bytes += len(leaf) if isinstance(leaf, (bytes, bytearray)) else leaf.nbytes
     return n_bytes
+
+
+def begin_map(
+    fn: Callable[..., T],
+    iterables: tuple[Iterable[Any], ...],
+    in_flight: int | str | None,
+    timeout: float | None,
+    chunksize: int,
+    newer: dict[str, Any],
+    executor: Submits,
+) -> Iterator[T]:
+    """Begin a map, the standard one where *in_flight* is None; see ``GPUPoolExecutor.map``."""
+    if in_flight is None:
+        return Executor.map(cast("Any", executor), fn, *iterables, timeout=timeout, chunksize=chunksize, **newer)
+    return stream(executor.submit, fn, iterables, in_flight, timeout, **newer)
 
 
 def stream(

@@ -83,7 +83,8 @@ def test_program_runs(program: str, kind: str, run_program: RunProgram, tmp_path
     status = run_program(PROGRAMS[program], tmp_path, SIMULATED[kind])
     errors = (tmp_path / "stderr").read_text()
     assert status == 0, (tmp_path / "stdout").read_text() + errors
-    assert errors == ""
+    # Some builds of torch let their profiler say when it starts and stops, and no setting keeps it from that.
+    assert [line for line in errors.splitlines() if not line.startswith("USDT:")] == []
 
 
 def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

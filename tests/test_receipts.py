@@ -257,9 +257,11 @@ class TestTrace:
                 assert pool.submit(int, "x").exception(WAIT_S) is not None
             pool.submit(abs, 1).result(WAIT_S)
         del kept
-        entries = json.loads(path.read_text())["traceEvents"]
+        trace = json.loads(path.read_text())
+        entries = trace["traceEvents"]
         runs = [entry for entry in entries if entry["ph"] == "X"]
         assert [run["name"] for run in runs] == ["ones", "ones", "int"]
+        begin -= trace["baseTimeNanoseconds"] / 1e3
         assert "ValueError" in runs[2]["args"]["error"]
         assert all(begin - 1e6 < run["ts"] <= run["ts"] + run["dur"] < begin + 60e6 for run in runs)
         processes = {e["pid"]: e["args"]["name"] for e in entries if e["name"] == "process_name"}

@@ -6,11 +6,12 @@ The allocator itself keeps the limit, for only then does out-of-memory arise at 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import torch
 
 from managed_exec import sim
-from managed_exec.devices import AcceleratorDevice, CpuDevice, DeviceMemory
+from managed_exec.devices import AcceleratorDevice, CpuDevice, Device, DeviceMemory
 from managed_exec.memory.policy import MemoryPolicy
 
 
@@ -78,6 +79,12 @@ class Limits:
         return DeviceMemory(
             max(0, min(memory.free_bytes, limit - memory.allocated_bytes)), limit, memory.allocated_bytes
         )
+
+
+def capacity_bytes(devices: Sequence[Device], limits: Limits | None, position: int) -> int:
+    """Return what tasks may reserve of the device at *position*; *limits* is None where nothing is managed."""
+    device = devices[position]
+    return device.memory().total_bytes if limits is None else limits.total_bytes(device.torch_device)
 
 
 def _set_limit(device: torch.device, limit_bytes: int, total_bytes: int) -> None:

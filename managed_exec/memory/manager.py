@@ -27,7 +27,7 @@ from managed_exec.memory.mover import NOT_RESIDENT, TIERS_FULL, Mover
 from managed_exec.memory.ordering import order_streams
 from managed_exec.memory.owner import Owner
 from managed_exec.memory.policy import MemoryPolicy
-from managed_exec.memory.record import Record, Residency
+from managed_exec.memory.record import IN_A_TIER, Record, Residency
 from managed_exec.memory.relief import NoRoom, Relief
 from managed_exec.memory.statistics import MemoryStatistics
 from managed_exec.memory.table import RecordTable
@@ -307,12 +307,19 @@ class MemoryManager:
     def statistics(self) -> MemoryStatistics:
         """Return what was moved so far and what is where now."""
         managed: Counter[str] = Counter()
+        pinned: Counter[str] = Counter()
+        away: dict[str, Counter[str]] = {}
         owners: set[Owner] = set()
         mover = self._mover
         with self.table.lock:
             for record in self.table.live():
+                device = str(record.device)
                 if record.copy is None:
-                    managed[str(record.device)] += record.n_bytes
+                    managed[device] += record.n_bytes
+                    if record.pins:
+                        pinned[device] += record.n_bytes
+                elif record.residency in IN_A_TIER:
+                    away.setdefault(device, Counter())[record.residency.value] += record.n_bytes
                 if record.owner is not None:
                     owners.add(record.owner)
             return MemoryStatistics(
@@ -320,12 +327,18 @@ class MemoryManager:
                 dict(mover.spilled_count),
                 dict(mover.unspilled_bytes),
                 dict(mover.unspilled_count),
-                {name: tier.used_bytes for name, tier in mover.tiers.items()},
+                self.tier_bytes(),
                 dict(managed),
+                dict(pinned),
+                {device: dict(by_tier) for device, by_tier in away.items()},
                 self.relief.reruns,
                 self.relief.migrated,
                 {owner.name: dict(owner.moved_bytes) for owner in sorted(owners, key=lambda owner: owner.age)},
             )
+
+    def tier_bytes(self) -> dict[str, int]:
+        """Return what is in each tier now, as counted against its limit."""
+        return {name: tier.used_bytes for name, tier in self._mover.tiers.items()}
 
 
 class _Process:

@@ -59,6 +59,7 @@ class Residency(enum.Enum):
 
 
 MOVING = frozenset({Residency.LEAVING, Residency.SINKING, Residency.RETURNING})
+IN_A_TIER = frozenset({Residency.PEER, Residency.HOST, Residency.DISK})  # and nowhere else, nor on its way
 ON_DEVICE = frozenset({Residency.RESIDENT, Residency.LEAVING, Residency.RETURNING})  # the storage has its memory
 
 

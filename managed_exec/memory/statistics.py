@@ -16,6 +16,8 @@ class MemoryStatistics:
         unspilled_count: likewise.
         tier_bytes: now in each tier, as counted against its limit.
         managed_bytes: now resident, by device.
+        pinned_bytes: of these.
+        away_bytes: now in each tier, by the device they left.
         reruns: kernels run again because the device had no room at first.
         migrated: calls made on another device because their own had no room.
         task_bytes: by task, of those that run or have left tensors: bytes moved, by ``"spilled host"`` and so on.
@@ -27,6 +29,8 @@ class MemoryStatistics:
     unspilled_count: dict[str, int] = field(default_factory=dict)
     tier_bytes: dict[str, int] = field(default_factory=dict)
     managed_bytes: dict[str, int] = field(default_factory=dict)
+    pinned_bytes: dict[str, int] = field(default_factory=dict)
+    away_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
     reruns: int = 0
     migrated: int = 0
     task_bytes: dict[str, dict[str, int]] = field(default_factory=dict)

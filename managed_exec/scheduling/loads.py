@@ -204,6 +204,10 @@ class DeviceLoads:
         """Return whether the device at *position* is out of service."""
         return position in self._out_of_service
 
+    def out_of_service(self, position: int) -> str | None:
+        """Return why the device at *position* is out of service; None if it is not."""
+        return self._out_of_service.get(position)
+
     def keep_for(self, need: Need) -> None:
         """Let no other tasks start on the device that will soonest have room for *need*, until it is booked."""
         with self._lock:

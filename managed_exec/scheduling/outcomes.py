@@ -1,11 +1,13 @@
-"""What becomes of tasks: noted for their receipts, and told to hooks."""
+"""What becomes of tasks: noted for their receipts, counted, and told to hooks."""
 
 from __future__ import annotations
 
+from concurrent.futures import CancelledError
 from time import perf_counter
 
 import torch
 
+from managed_exec.errors import TaskCancelledError
 from managed_exec.events import Hooks, TaskFinished, TaskRetried, TaskStarted
 from managed_exec.memory.owner import Owner
 from managed_exec.receipt import NOTHING_MOVED, RunFacts
@@ -16,11 +18,17 @@ _CPU = torch.device("cpu")
 
 
 class Outcomes:
-    """Notes what the workers of a pool report."""
+    """Notes what a worker of a pool reports.
+
+    Each worker has its own, or shares it with the one whose place it took, which reports no more. So the counts are
+    changed by one thread at a time, without a lock; whoever wants those of the pool adds them up.
+    """
 
     def __init__(self, loads: DeviceLoads, hooks: Hooks) -> None:
         self._loads = loads
         self._hooks = hooks
+        self.finished = self.failed = self.cancelled = self.retries = 0  # tasks; the last: runs but the first
+        self.waited_s = self.ran_s = 0.0  # of all tasks that have run, as in their receipts
 
     @property
     def are_told(self) -> bool:
@@ -56,6 +64,16 @@ class Outcomes:
             worker: the name of the worker's thread.
         """
         ended_s = perf_counter()
+        if task.started_s is not None:
+            self.waited_s += task.started_s - task.submitted_s
+            self.ran_s += ended_s - task.started_s
+        if error is None:
+            self.finished += 1
+        elif isinstance(error, TaskCancelledError):
+            self.cancelled += 1
+        else:
+            self.failed += 1
+        self.retries += task.attempts
         device: torch.device | None = None
         if task.started_s is None:
             reason = "it has not run"
@@ -80,4 +98,11 @@ class Outcomes:
         )
         if self._hooks.hooks:
             times = task.submitted_s, task.started_s, ended_s
-            self._hooks.emit(TaskFinished(task.id, task.name, device, worker, *times, error))
+            self._hooks.emit(TaskFinished(task.id, task.name, device, worker, *times, error, task.attempts))
+
+    def note_cancelled(self, task: Task, thread: str) -> None:
+        """Note that *task*, which was cancelled while it waited, has left the queue."""
+        self.cancelled += 1
+        if self._hooks.hooks:
+            times = task.submitted_s, None, perf_counter()
+            self._hooks.emit(TaskFinished(task.id, task.name, None, thread, *times, CancelledError()))

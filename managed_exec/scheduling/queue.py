@@ -47,19 +47,24 @@ class TaskQueue:
         self._levels: dict[int, deque[Task]] = {}  # the other waiting tasks, by negated priority
         self._order: list[int] = []  # a heap of the levels that have tasks
         self._held = HeldTasks(loads, appraiser)
+        self.n_put = 0  # tasks ever put; changed by ``put`` alone, which the pool calls under its shutdown lock
 
     def put(self, task: Task | None) -> None:
         """Add *task*; None has a worker look whether it should end, once it finds nothing to do before."""
-        if task is not None and not task.options.priority:
+        if task is None:
+            self._tokens.put(None)
+            return
+        self.n_put += 1
+        if not task.options.priority:
             self._plain.append(task)
-        elif task is not None:
+        else:
             with self._lock:
                 level = self._levels.get(-task.options.priority)
                 if level is None:
                     level = self._levels[-task.options.priority] = deque()
                     heapq.heappush(self._order, -task.options.priority)
                 level.append(task)
-        self._tokens.put(None if task is None else True)
+        self._tokens.put(True)
 
     def put_back(self, task: Task) -> None:
         """Have *task*, which has run and is to run again, taken before all others of its priority."""

@@ -9,8 +9,10 @@ from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import profiler
 
 from managed_exec.context import DeviceContext
+from managed_exec.scheduling.span import TaskSpan
 from managed_exec.task import Task
 from managed_exec.tensors.backward import drop_failed_passes
 from managed_exec.tensors.backward import thread as passes
@@ -25,6 +27,7 @@ def run_bound(
     result: Any = None
     error: BaseException | None = None
     report: BaseException | None = None
+    span = TaskSpan(task.name, context.device_at(position)) if profiler._is_profiler_enabled else None
     # The call is written out here, for each frame between this one and the task's would keep its arguments alive as
     # long as the error of a failed task lives.
     try:
@@ -52,6 +55,8 @@ def run_bound(
         else:
             # The task's own error comes first; what its device had to say besides is most often the same.
             _log.warning("task %d failed, and then its device reported: %r", task.id, raised)
+    if span is not None:
+        span.end()
     # On the CPU there is no device memory that they could keep. A task may have caught what they raised.
     if context.shares_results and (error is not None or passes.has_failed_pass):
         drop_failed_passes()

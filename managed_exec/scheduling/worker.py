@@ -179,6 +179,8 @@ class Worker:
             if may_run:
                 self._outcomes.note_end(task, None, None, None, error, self.thread.name)
                 finish(task, None, error)
+            else:
+                self._outcomes.note_cancelled(task, self.thread.name)
             del error, task
             return True
         result: Any = None

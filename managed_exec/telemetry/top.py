@@ -7,14 +7,14 @@ says. On a terminal rich draws a table in place, where it is installed; elsewher
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple, TextIO
+from collections.abc import Iterator
+from typing import NamedTuple, TextIO
 
 from managed_exec.devices import nvml
 from managed_exec.devices.nvml import Process, Reading
 from managed_exec.devices.visibility import Card
 from managed_exec.sizes import format_bytes
+from managed_exec.telemetry.display import Page, open_display, table
 
 
 class Row(NamedTuple):
@@ -70,11 +70,14 @@ def run(out: TextIO, err: TextIO, *, once: bool, interval_s: float) -> int:
         if not seen.rows:
             err.write(f"{seen.problem}\n")
             return 1
-        with _display(out) as show:
-            show(seen)
+        display = open_display(out)
+        try:
+            display.show(_page(seen))
             while not once:
                 time.sleep(interval_s)
-                show(snapshot())
+                display.show(_page(snapshot()))
+        finally:
+            display.close()
     except KeyboardInterrupt:
         pass  # how the user ends it
     return 0
@@ -114,41 +117,11 @@ def _described(process: Process) -> str:
     return f"{process.pid}  {name}  {used}"
 
 
-@contextmanager
-def _display(out: TextIO) -> Iterator[Callable[[Snapshot], None]]:
-    """Provide what shows a snapshot on *out*."""
-    live = _live(out) if out.isatty() else None
-    if live is None:
-        yield lambda seen: _write(out, plain(seen))
-    else:
-        with live:
-            yield lambda seen: live.update(_table(seen), refresh=True)
+def _page(seen: Snapshot) -> Page:
+    return Page(plain(seen), lambda: _table(seen))
 
 
-def _write(out: TextIO, text: str) -> None:
-    out.write(text)
-    out.flush()
-
-
-def _live(out: TextIO) -> Any | None:
-    """Return rich's display of something that changes; None where rich is not installed."""
-    try:
-        from rich.console import Console
-        from rich.live import Live
-    except ImportError:
-        return None
-    return Live(console=Console(file=out), auto_refresh=False)  # by itself it would take a thread
-
-
-def _table(seen: Snapshot) -> Any:
-    """Return a snapshot as a table of rich's. Names go in as text, not as its markup."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=time.strftime("%H:%M:%S"), caption=seen.problem and Text(seen.problem))
-    for heading in ("device", "name", "memory", "busy", "processes: pid, name, memory"):
-        table.add_column(heading)
-    for row in seen.rows:
-        texts = (row.device, row.name, row.memory, row.busy, "\n".join(row.details))
-        table.add_row(*map(Text, texts))
-    return table
+def _table(seen: Snapshot) -> object:
+    headings = ("device", "name", "memory", "busy", "processes: pid, name, memory")
+    rows = [(row.device, row.name, row.memory, row.busy, "\n".join(row.details)) for row in seen.rows]
+    return table(time.strftime("%H:%M:%S"), headings, rows, seen.problem)

@@ -1,8 +1,8 @@
 """A trace of a pool in the Trace Event format, which https://ui.perfetto.dev and ``chrome://tracing`` show.
 
 Each device is a process there, and has a row for each worker that ran tasks on it. Waiting tasks, moves of storages and
-bytes by tier are tracks of their own. Times are microseconds since 1970, as in the traces of ``torch.profiler``, so the
-two can be laid side by side.
+bytes by tier are tracks of their own. Times are microseconds since the same day as in the traces of ``torch.profiler``,
+so the two can be laid side by side.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ from managed_exec.events import (
     TensorMoved,
 )
 
+# Times in torch's traces are counted from the last whole multiple of this since 1970, so that digits of a double are
+# left for parts of a microsecond: ``ChromeTraceBaseTime`` of its library Kineto.
+_BASE_PERIOD_S = 7_889_238
+
 _QUEUE = "queue"  # the process that stands for the tasks that wait
 
 
@@ -30,7 +34,9 @@ class Trace:
     """A hook that keeps what it is told, to be written as a trace."""
 
     def __init__(self) -> None:
-        self._to_epoch_s = time.time() - time.perf_counter()
+        now_s = time.time()
+        self._base_s = int(now_s) // _BASE_PERIOD_S * _BASE_PERIOD_S  # after 1970
+        self._to_base_s = now_s - self._base_s - time.perf_counter()
         self._events: list[Event] = []  # appended to from any thread, in single steps
 
     def __call__(self, event: Event) -> None:
@@ -38,14 +44,15 @@ class Trace:
 
     def write(self, file: TextIO) -> None:
         """Write what was told so far to *file*."""
-        json.dump({"traceEvents": list(_Writer(self._to_epoch_s).entries(list(self._events)))}, file)
+        entries = list(_Writer(self._to_base_s).entries(list(self._events)))
+        json.dump({"baseTimeNanoseconds": self._base_s * 10**9, "traceEvents": entries}, file)
 
 
 class _Writer:
     """Turns events into entries of a trace."""
 
-    def __init__(self, to_epoch_s: float) -> None:
-        self._to_epoch_s = to_epoch_s
+    def __init__(self, to_base_s: float) -> None:
+        self._to_base_s = to_base_s
         self._processes: dict[str, int] = {}  # number by name
         self._threads: dict[tuple[str, str], int] = {}  # number by names of process and thread
         self._tier_bytes: dict[str, Counter[str]] = {}  # by device
@@ -77,7 +84,7 @@ class _Writer:
         yield from self._names()
 
     def _us(self, at_s: float) -> float:
-        return (at_s + self._to_epoch_s) * 1e6
+        return (at_s + self._to_base_s) * 1e6
 
     def _at(self, process: str, thread: str) -> dict[str, int]:
         pid = self._processes.setdefault(process, len(self._processes) + 1)

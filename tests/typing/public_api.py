@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -21,6 +22,10 @@ from managed_exec import (
     manage,
     sim,
 )
+from managed_exec.events import logging_hook
+from managed_exec.telemetry.prometheus import PoolMetrics
+from managed_exec.telemetry.statistics import PoolStatistics
+from managed_exec.telemetry.watch import View
 
 
 @gpu_task(memory="1GiB", priority=3, device=0, retries=1, on_oom="retry")
@@ -78,6 +83,21 @@ def constructed() -> None:
     GPUPoolExecutor(memory=MemoryPolicy(limit=0.8, spill=("host", "disk"), host_limit="12GiB", wait_s=1))
     GPUPoolExecutor(memory=True)  # type: ignore[arg-type]
     sim.enable(devices=2, memory="1GiB")
+
+
+def observed(pool: GPUPoolExecutor) -> None:
+    now = pool.statistics()
+    assert_type(now, PoolStatistics)
+    assert_type(now.tasks.waited_s, float)
+    assert_type(now.devices[0].free_bytes, int | None)
+    assert_type(now.devices[0].spilled_bytes, Mapping[str, int])
+    now.tasks.failed = 3  # type: ignore[misc]
+    with pool.watch(0.5, file=sys.stdout) as view, pool.trace("run.json"):
+        assert_type(view, View)
+    pool.watch().start().stop()
+    assert_type(pool.map(plain, [1, 2], progress=True, in_flight="1MiB"), Iterator[str])
+    metrics = PoolMetrics()
+    GPUPoolExecutor(hooks=[metrics.hook("training"), logging_hook()])
 
 
 def in_task() -> None:

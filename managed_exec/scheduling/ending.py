@@ -1,0 +1,65 @@
+"""What a pool does when it ends: with the tasks that wait, and with its threads."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import thread as stock
+from contextlib import AbstractContextManager
+from queue import Empty
+
+from managed_exec.scheduling.outcomes import Outcomes
+from managed_exec.scheduling.queue import TaskQueue
+from managed_exec.scheduling.worker import finish
+from managed_exec.task import Task
+
+
+def cancel_waiting(tasks: TaskQueue, outcomes: Outcomes) -> None:
+    """Cancel the tasks that have not started. No more come, and no lock is held: callbacks run here."""
+    for task in _taken(tasks):
+        task.future.cancel()
+        outcomes.note_cancelled(task, threading.current_thread().name)
+
+
+def fail_waiting(tasks: TaskQueue, outcomes: Outcomes, reason: str) -> None:
+    """Fail the tasks that have not started, for the pool is broken. No more come, and no lock is held."""
+    for task in _taken(tasks):
+        if task.future.set_running_or_notify_cancel():
+            error = stock.BrokenThreadPool(reason)
+            outcomes.note_end(task, None, None, None, error, threading.current_thread().name)
+            finish(task, None, error)
+        else:
+            outcomes.note_cancelled(task, threading.current_thread().name)
+
+
+def join_all(threads: Collection[threading.Thread], lock: AbstractContextManager[object]) -> None:
+    """Wait for all *threads*, which *lock* guards, also those that come meanwhile; not for those that have left."""
+    joined: set[threading.Thread] = set()
+    while True:
+        with lock:
+            left = set(threads) - joined
+        if not left:
+            return
+        for thread in left:
+            thread.join()
+        joined |= left
+
+
+def call_if_there(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call *method* if the object that it is of is still there."""
+    found = method()
+    if found is not None:
+        found()
+
+
+def _taken(tasks: TaskQueue) -> Iterator[Task]:
+    """Take and yield the tasks that have not started; with them goes what has been put for workers that wait."""
+    try:
+        while True:
+            task = tasks.get_nowait()
+            if task is not None:
+                yield task
+                del task  # or it would live until the next one is there
+    except Empty:
+        return
