@@ -30,8 +30,8 @@ def check(folder: Path) -> None:
     for part in ("sim:0", "sim:1", "solve", "spilled, to"):
         assert part in trace
     for rect in list(ElementTree.parse(folder / "trace.svg").iter(f"{SVG}rect"))[1:]:
-        assert 0 <= float(rect.get("x", "-1")) <= 1200
-        assert 0 < float(rect.get("width", "0")) <= 1200
+        assert 0 <= float(rect.get("x", "-1")) <= 1250
+        assert 0 < float(rect.get("width", "0")) <= 1250
     assert "url(" not in (folder / "watch.svg").read_text().replace("url(#", "")
 
 
