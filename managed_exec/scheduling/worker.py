@@ -191,16 +191,10 @@ class Worker:
             self._outcomes.tell_start(task, position, self.thread.name)
         self._running[task.future] = self, task, position
         try:
-            if self._lanes is None:
-                if task.options is not NO_OPTIONS:
-                    self._start_clock(task)
-                result, error, report = run_bound(task, context, position)
-                if error is not None and (is_device_error(error) or report is not None):
-                    # While its place there is still taken, so that no other task gets it.
-                    self._health.examine(task.id, error if report is None else report)
-            else:
-                context.position = position
-                result, error = self._lanes.run(task, position, partial(self._start_clock, task))
+            result, error, report = self._call(task, context, position)
+            if self._lanes is None and error is not None and (is_device_error(error) or report is not None):
+                # While its place there is still taken, so that no other task gets it.
+                self._health.examine(task.id, error if report is None else report)
             # Before the booking is given back, so that whoever finds its room knows what this task has shown.
             appraiser = self._appraiser
             if appraiser is not None:
@@ -239,11 +233,7 @@ class Worker:
                 drop_frames(error)
                 error = None
                 self._running[task.future] = self, task, None
-                if self._lanes is None:
-                    self._start_clock(task)
-                    result, error, _ = run_bound(task, self._cpu_context(), 0)
-                else:
-                    result, error = self._lanes.run(task, None, partial(self._start_clock, task))
+                result, error, _ = self._call(task, context, None)
                 if self._running.pop(task.future, None) is None:
                     self._was_given_up = True
                     del error, result, task
@@ -256,6 +246,27 @@ class Worker:
         # The traceback of the error refers to this frame, and so to whatever this frame still refers to.
         del error, report, result, task
         return True
+
+    def _call(
+        self, task: Task, context: DeviceContext, position: int | None
+    ) -> tuple[Any, BaseException | None, BaseException | None]:
+        """Call *task* on the device at *position*, or on the CPU if that is None.
+
+        Returns:
+            Its result, what was raised instead, and what the device said besides.
+        """
+        try:
+            if self._lanes is not None:
+                if position is not None:
+                    context.position = position
+                return (*self._lanes.run(task, position, partial(self._start_clock, task)), None)
+            if task.options is not NO_OPTIONS:
+                self._start_clock(task)
+            if position is None:
+                return run_bound(task, self._cpu_context(), 0)
+            return run_bound(task, context, position)
+        finally:
+            del task  # the traceback of its error refers to this frame
 
     def _start_clock(self, task: Task) -> None:
         if task.options.timeout is not None:
