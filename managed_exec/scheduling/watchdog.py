@@ -248,12 +248,8 @@ class Watchdog:
                 forget_thread(worker.thread)
                 self.start_worker(successor, f"{worker.thread.name}+")
         except RuntimeError as error:
-            _log.error(
-                "cannot start a thread in the place of %r: %s; the pool has one less, and tries again every %g s",
-                worker.thread.name,
-                error,
-                _TRY_AGAIN_S,
-            )
+            text = "cannot start a thread in the place of %r: %s; the pool has one less until one can be started"
+            _log.error(text, worker.thread.name, error)
             successor.finish_first()
             with self._threads_lock:
                 self._unstarted.append((successor, f"{worker.thread.name}+"))

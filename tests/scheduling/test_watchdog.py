@@ -367,7 +367,9 @@ def test_exit_of_the_interpreter_waits_for_no_task_that_was_given_up(end: str, t
         [sys.executable, script], check=False, capture_output=True, text=True, timeout=60, env=environment
     )
     assert (run.returncode, run.stderr) == (0, "")
-    assert run.stdout == ("" if end == "given up while it exits" else "TaskTimeoutError\n")
+    # From 3.12 on no thread can be started any more while the interpreter exits, so nobody runs what is behind it.
+    silent = ["given up while it exits", *(["with tasks behind it"] if sys.version_info >= (3, 12) else [])]
+    assert run.stdout == ("" if end in silent else "TaskTimeoutError\n")
 
 
 def test_threads_that_tasks_start_are_as_in_the_standard_pool(kind: Kind) -> None:
