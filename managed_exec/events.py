@@ -9,7 +9,6 @@ Times are seconds of ``time.perf_counter()``; bytes are those of storages.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -95,35 +94,43 @@ Hook: TypeAlias = Callable[[Event], object]
 
 
 class Hooks:
-    """Those who listen."""
+    """Those who listen.
+
+    Changed and read in single steps, without a lock: a hook may be taken away by a finalizer, which the collector runs
+    in any thread, in the middle of anything.
+    """
 
     def __init__(self, hooks: Iterable[Hook] = ()) -> None:
-        self._lock = threading.Lock()  # guards changes of the tuple, which readers take whole; a leaf
         try:
-            self.hooks = tuple(hooks)  # empty while nobody listens: then no event needs to be made
+            given = tuple(hooks)
         except TypeError:
             raise TypeError(f"hooks: expected a list of callables that take one event, got {hooks!r}") from None
-        for hook in self.hooks:
+        # By a key of each. Not compared: what is the user's may be equal to anything. Empty while nobody listens: then
+        # no event needs to be made.
+        self.hooks: dict[object, Hook] = {}
+        for hook in given:
             if not callable(hook):
                 raise TypeError(f"hooks: expected callables that take one event, got {hook!r}")
+            self.add(hook)
 
-    def add(self, hook: Hook) -> None:
-        with self._lock:
-            self.hooks = (*self.hooks, hook)
+    def add(self, hook: Hook) -> object:
+        """Have *hook* called with every event; return what it is taken away with."""
+        key = object()
+        self.hooks[key] = hook
+        return key
 
-    def remove(self, hook: Hook) -> None:
-        """Call *hook* no more; does nothing if it is not there."""
-        with self._lock:
-            self.hooks = tuple(kept for kept in self.hooks if kept != hook)  # bound methods are equal, not one
+    def remove(self, key: object) -> None:
+        """Call the hook that was added with *key* no more; does nothing if it is not there."""
+        self.hooks.pop(key, None)
 
     def emit(self, event: Event) -> None:
         """Call every hook with *event*. No lock is held."""
-        for hook in self.hooks:
+        for key, hook in self.hooks.copy().items():
             try:
                 hook(event)
             except BaseException:  # noqa: BLE001 whatever it is, the work it was told of goes on
+                self.remove(key)
                 _log.exception("hook %r failed on %r and is called no more", hook, event)
-                self.remove(hook)
 
 
 def logging_hook(logger: logging.Logger | None = None, level: int = logging.INFO) -> Hook:

@@ -58,7 +58,7 @@ from managed_exec.scheduling.footprints import Footprints
 from managed_exec.scheduling.health import DeviceHealth
 from managed_exec.scheduling.lanes import Lanes
 from managed_exec.scheduling.loads import DeviceLoads
-from managed_exec.scheduling.outcomes import Outcomes
+from managed_exec.scheduling.outcomes import Outcomes, tell_refused
 from managed_exec.scheduling.placement import Placement
 from managed_exec.scheduling.queue import TaskQueue
 from managed_exec.scheduling.threads import start_thread
@@ -191,18 +191,9 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         self._watchdog = Watchdog(
             self._workers, self._shutdown_lock, self._tasks, f"{self._thread_name_prefix}_watchdog"
         )
-        census = Census(
-            self._devices,
-            self._loads,
-            self._tasks,
-            self._watchdog.running,
-            self._workers,
-            self._max_threads,
-            manager,
-            self._lanes,
-        )
-        manager_hooks = None if manager is None else manager.hooks
-        self._observers = Observers(self._hooks, manager_hooks, census, f"{self._thread_name_prefix}_view")
+        running, most = self._watchdog.running, self._max_threads
+        census = Census(self._devices, self._loads, self._tasks, running, self._workers, most, manager, self._lanes)
+        self._observers = Observers(self._hooks, manager, census, f"{self._thread_name_prefix}_view")
         self._sampler: DeviceSampler | None = None  # runs from the first submit on, where there is a choice of devices
         # Tasks submitted and not yet known to be done with, and those done with since; the first is guarded by the
         # shutdown lock. A thread is started when there are more tasks than threads: counting idle threads instead
@@ -234,22 +225,29 @@ class GPUPoolExecutor(ThreadPoolExecutor):
             ANY if options is NO_OPTIONS else checked_need(options, self._devices, self._loads, self._lanes),
         )
         task.future.watcher = self._watchdog
-        if self._hooks.hooks and not (self._shutdown or self._broken):
+        is_told = self._hooks.hooks and not (self._broken or self._shutdown or stock._shutdown)
+        if is_told:
             self._hooks.emit(TaskSubmitted(task.id, task.name, task.submitted_s))
+        refusal: RuntimeError | None = None
         with self._shutdown_lock, stock._global_shutdown_lock:
             if self._broken:
-                raise stock.BrokenThreadPool(self._broken)
-            if self._shutdown:
-                raise RuntimeError("cannot schedule new futures after shutdown")
-            if stock._shutdown:
-                raise RuntimeError("cannot schedule new futures after interpreter shutdown")
-            self._tasks.put(task)
-            while self._done_with:
-                self._done_with.pop()
-                self._unfinished -= 1
-            self._unfinished += 1
-            if self._unfinished > len(self._workers) < self._max_threads:
-                self._start_worker()
+                refusal = stock.BrokenThreadPool(self._broken)
+            elif self._shutdown:
+                refusal = RuntimeError("cannot schedule new futures after shutdown")
+            elif stock._shutdown:
+                refusal = RuntimeError("cannot schedule new futures after interpreter shutdown")
+            else:
+                self._tasks.put(task)
+                while self._done_with:
+                    self._done_with.pop()
+                    self._unfinished -= 1
+                self._unfinished += 1
+                if self._unfinished > len(self._workers) < self._max_threads:
+                    self._start_worker()
+        if refusal is not None:
+            if is_told:
+                tell_refused(self._hooks, task, refusal)
+            raise refusal
         return task.future
 
     def map(
@@ -333,18 +331,19 @@ class GPUPoolExecutor(ThreadPoolExecutor):
                 cancel_waiting(self._tasks, self._new_outcomes())
         finally:
             super().shutdown(False)
-        if wait:
-            join_all(self._workers, self._shutdown_lock)
-        if self._policy_holders is not None:
-            self._policy_holders.discard(self)  # another pool may bring another policy now
-        sampler = self._sampler
-        if sampler is not None:
-            sampler.wake.put(None)
+        has_waited = False
+        try:
             if wait:
-                sampler.thread.join()
-        if wait:
-            self._watchdog.join()
-        self._observers.close(wait=wait)
+                join_all(self._workers, self._shutdown_lock)  # raises in a task of the pool
+                has_waited = True
+        finally:
+            if self._policy_holders is not None:
+                self._policy_holders.discard(self)  # another pool may bring another policy now
+            if self._sampler is not None:
+                self._sampler.end(wait=has_waited)
+            if has_waited:
+                self._watchdog.join()
+            self._observers.close(wait=has_waited)
 
     shutdown.__doc__ = ThreadPoolExecutor.shutdown.__doc__
 

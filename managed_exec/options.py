@@ -9,6 +9,7 @@ import difflib
 import functools
 import sys
 from collections.abc import Callable, Mapping
+from contextvars import Context
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, cast, overload
@@ -196,12 +197,20 @@ def _check_names(options: Mapping[str, Any]) -> None:
 
 
 def options_of(function: Callable[..., Any]) -> TaskOptions:
-    """Return the options that *function* carries; if it is a ``functools.partial`` without, those of its function."""
+    """Return the options that *function* carries; if it is a ``functools.partial`` without, those of what it calls."""
     while (options := getattr(function, _ATTRIBUTE, NO_OPTIONS)) is NO_OPTIONS:
         if not isinstance(function, functools.partial):
             break
-        function = function.func
+        function = called_by(function)
     return options
+
+
+def called_by(function: functools.partial[Any]) -> Callable[..., Any]:
+    """Return what a partial calls; of ``asyncio.to_thread``'s, which runs a function in a context, that function."""
+    inner = function.func
+    if function.args and isinstance(getattr(inner, "__self__", None), Context) and callable(function.args[0]):
+        return cast("Callable[..., Any]", function.args[0])
+    return inner
 
 
 def _attach(function: Callable[..., Any], options: TaskOptions) -> None:

@@ -14,7 +14,7 @@ import torch
 from managed_exec.context import current_context
 from managed_exec.future import Stop, TaskFuture
 from managed_exec.inheritance import SubmitterModes, SubmitterStreams
-from managed_exec.options import ANY, NO_OPTIONS, Need, TaskOptions
+from managed_exec.options import ANY, NO_OPTIONS, Need, TaskOptions, called_by
 
 
 class Task:
@@ -70,7 +70,7 @@ class Task:
         """The name of its function; that of its class where it has none."""
         function = self.fn
         while isinstance(function, functools.partial):
-            function = function.func
+            function = called_by(function)
         try:
             return str(function.__qualname__)
         except Exception:  # noqa: BLE001 many callables have no name, and what is the user's may raise anything

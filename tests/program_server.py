@@ -4,19 +4,22 @@ the import.
     python program_server.py        a line of JSON for each program in, a line with its exit status out
 
 A line says what to run, and for how long at most, where its output goes, and what of the environment is other than
-here. A program is forked off, so it finds nothing that one before it has left; it ends as every process does. This
-process has one thread only, or a fork would find locks that nobody gives back.
+here. A program is forked off, so it finds nothing that one before it has left. At its end its threads are waited for
+and its exit handlers called, as ever; but its modules are not taken apart, which for torch takes longer than most
+programs. This process has one thread only, or a fork would find locks that nobody gives back.
 """
 
 from __future__ import annotations
 
-import gc
+import atexit
 import json
 import os
 import runpy
 import signal
 import sys
+import threading
 import time
+import traceback
 from typing import Any
 
 # What the programs are spared: torch, what it imports when it is first used (by an optimizer, say), and this package.
@@ -71,10 +74,24 @@ def status_of(child: int, timeout_s: float) -> int:
         time.sleep(0.005)
 
 
+def run(script: str) -> int:
+    """Run a program to its end, and return its exit status."""
+    sys.argv = [script]
+    sys.path[0] = os.path.dirname(script)
+    status = 0
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except BaseException:  # whatever it is, a SystemExit too: no program shown leaves that way
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # these two are how the interpreter ends, in this order
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status
+
+
 if __name__ == "__main__":
-    gc.freeze()  # or each program would look through all of this at its end, and copy the pages
     script = serve()
     if script is not None:
-        sys.argv = [script]
-        sys.path[0] = os.path.dirname(script)
-        runpy.run_path(script, run_name="__main__")
+        os._exit(run(script))

@@ -32,7 +32,6 @@ RUNS = [
     for kind in SIMULATED
     if kind == "sim" or not re.search(r"sim\.enable\(|workers=\"processes\"", program)
 ]
-PROJECTS = [page for page in PAGES if any(block.title for block in blocks(page, "python"))]
 TIMEOUT_S = 380  # whichever program comes first builds the simulator
 
 # Runs a program in a folder, with MANAGED_EXEC_SIM as given; returns its exit status.
@@ -87,37 +86,6 @@ def test_program_runs(program: str, kind: str, run_program: RunProgram, tmp_path
     assert [line for line in errors.splitlines() if not line.startswith("USDT:")] == []
 
 
-def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        cwd=folder,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": ""},
-    )
-
-
-def write_project(page: Path, folder: Path) -> None:
-    for block in blocks(page, "python"):
-        if block.title is not None:
-            path = folder / block.title
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(block.text, encoding="utf-8")
-    (folder / "pytest.ini").write_text("[pytest]\n")  # or the one of a folder above would count
-
-
-@pytest.mark.timeout(TIMEOUT_S + 20)
-@pytest.mark.parametrize("page", PROJECTS, ids=name)
-def test_project_passes_its_tests(page: Path, tmp_path: Path) -> None:
-    write_project(page, tmp_path)
-    run = run_pytest(tmp_path)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "passed" in run.stdout
-    assert "skipped" not in run.stdout
-
-
 FAILING = """
 import pytest
 import torch
@@ -135,16 +103,26 @@ def test_fails_with_tensors_in_its_frames(pool, run):
 
 
 @pytest.mark.timeout(TIMEOUT_S + 20)
-def test_fixtures_survive_a_test_that_fails(tmp_path: Path) -> None:
-    """Pytest keeps the frames of a test that has failed; the next one needs the simulator all the same."""
-    write_project(DOCS / "simulation.md", tmp_path)
+def test_fixtures_and_tests_of_the_page_on_simulation(tmp_path: Path) -> None:
+    """The page's own tests pass, also after one that has failed: pytest keeps its frames, and they hold tensors."""
+    files = [block for block in all_blocks("python") if block.title is not None]
+    assert {block.page for block in files} == {DOCS / "simulation.md"}, "other projects need a test of their own"
+    for block in files:
+        (tmp_path / str(block.title)).write_text(block.text, encoding="utf-8")
     (tmp_path / "test_a_failure.py").write_text(FAILING)
-    run = run_pytest(tmp_path, "--tb=line")
-    assert run.returncode == 1
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")  # or the one of a folder above would count
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        cwd=tmp_path,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": ""},
+    )
     summary = run.stdout.splitlines()[-1]
-    assert re.search(r"\b4 failed", summary), run.stdout
-    assert re.search(r"\b[1-9]\d* passed", summary), run.stdout
-    assert "error" not in summary, run.stdout
+    assert re.fullmatch(r"4 failed, \d+ passed in .*", summary), run.stdout + run.stderr
+    assert run.stdout.count("ValueError: mine") >= 4, run.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -26,12 +26,12 @@ class TestHooks:
 
     def test_come_and_go(self) -> None:
         hooks, seen = Hooks(), []
-        assert hooks.hooks == ()
-        hooks.add(seen.append)
-        assert hooks.hooks == (seen.append,)
-        hooks.remove(seen.append)
-        hooks.remove(seen.append)
-        assert hooks.hooks == ()
+        assert not hooks.hooks
+        key = hooks.add(seen.append)
+        assert list(hooks.hooks.values()) == [seen.append]
+        hooks.remove(key)
+        hooks.remove(key)
+        assert not hooks.hooks
 
     @pytest.mark.parametrize("error", [ValueError, SystemExit])
     def test_one_that_fails_is_reported_and_called_no_more(
@@ -70,13 +70,13 @@ class TestMemory:
         sim.enable(devices=1, memory="2MiB")
         keeper = configure(MemoryPolicy(min_bytes=1024))
         seen: list[TensorMoved] = []
-        keeper.hooks.add(seen.append)
+        key = keeper.hooks.add(seen.append)
         try:
             x = manage(torch.ones(1024)).to("sim:0")
             x.spill("disk")
             assert x.sum().item() == 1024
         finally:
-            keeper.hooks.remove(seen.append)
+            keeper.hooks.remove(key)
         assert [(e.what, str(e.device), e.tier, e.n_bytes, e.task) for e in seen] == [
             ("spilled", "sim:0", "disk", 4096, None),
             ("unspilled", "sim:0", "disk", 4096, None),
@@ -87,11 +87,11 @@ class TestMemory:
         sim.enable(devices=2, memory="2MiB")
         keeper = configure(MemoryPolicy(min_bytes=1024, spill=()))
         seen: list[Event] = []
-        keeper.hooks.add(seen.append)
+        key = keeper.hooks.add(seen.append)
         try:
             with simulator.pool(max_workers=1, memory=keeper.policy) as executor:
                 full = executor.submit(lambda: [torch.ones(3 * 2**17, device="cuda") for _ in range(2)]).result(60)
         finally:
-            keeper.hooks.remove(seen.append)
+            keeper.hooks.remove(key)
         assert {str(tensor.device) for tensor in full} == {"sim:0", "sim:1"}
         assert [(type(event), event.task) for event in seen] == [(CallMigrated, "task 0")]

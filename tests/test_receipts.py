@@ -295,7 +295,7 @@ class TestTrace:
                     with pool.trace(tmp_path / f"{i}.json"):
                         assert len(manager().hooks.hooks) == 1
                     assert len(manager().hooks.hooks) == len(hooks)
-            assert manager().hooks.hooks == ()
+            assert not manager().hooks.hooks
 
     def test_nowhere_to_write(self, kind: Kind, tmp_path: Path) -> None:
         with kind.pool(max_workers=1) as pool:

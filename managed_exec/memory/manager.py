@@ -306,14 +306,15 @@ class MemoryManager:
 
     def statistics(self) -> MemoryStatistics:
         """Return what was moved so far and what is where now."""
-        managed: Counter[str] = Counter()
-        pinned: Counter[str] = Counter()
-        away: dict[str, Counter[str]] = {}
+        # By device, whose name is made once: the lock is on the way of every kernel.
+        managed: Counter[torch.device] = Counter()
+        pinned: Counter[torch.device] = Counter()
+        away: dict[torch.device, Counter[str]] = {}
         owners: set[Owner] = set()
         mover = self._mover
         with self.table.lock:
             for record in self.table.live():
-                device = str(record.device)
+                device = record.device
                 if record.copy is None:
                     managed[device] += record.n_bytes
                     if record.pins:
@@ -328,9 +329,9 @@ class MemoryManager:
                 dict(mover.unspilled_bytes),
                 dict(mover.unspilled_count),
                 self.tier_bytes(),
-                dict(managed),
-                dict(pinned),
-                {device: dict(by_tier) for device, by_tier in away.items()},
+                {str(device): n_bytes for device, n_bytes in managed.items()},
+                {str(device): n_bytes for device, n_bytes in pinned.items()},
+                {str(device): dict(by_tier) for device, by_tier in away.items()},
                 self.relief.reruns,
                 self.relief.migrated,
                 {owner.name: dict(owner.moved_bytes) for owner in sorted(owners, key=lambda owner: owner.age)},

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import thread as stock
 from contextlib import AbstractContextManager
+from functools import partial
 from queue import Empty
 
 from managed_exec.scheduling.outcomes import Outcomes
@@ -17,6 +18,7 @@ from managed_exec.task import Task
 
 def cancel_waiting(tasks: TaskQueue, outcomes: Outcomes) -> None:
     """Cancel the tasks that have not started. No more come, and no lock is held: callbacks run here."""
+    tasks.close()
     for task in _taken(tasks):
         task.future.cancel()
         outcomes.note_cancelled(task, threading.current_thread().name)
@@ -24,6 +26,7 @@ def cancel_waiting(tasks: TaskQueue, outcomes: Outcomes) -> None:
 
 def fail_waiting(tasks: TaskQueue, outcomes: Outcomes, reason: str) -> None:
     """Fail the tasks that have not started, for the pool is broken. No more come, and no lock is held."""
+    tasks.close(partial(stock.BrokenThreadPool, reason))
     for task in _taken(tasks):
         if task.future.set_running_or_notify_cancel():
             error = stock.BrokenThreadPool(reason)

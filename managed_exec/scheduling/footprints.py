@@ -21,6 +21,8 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple, TypeAlias
 
+from managed_exec.options import called_by
+
 _MAX_FUNCTIONS = 1024
 _MAX_SIZES = 16  # of a function: classes of argument bytes, a factor of two each
 _MAX_RECENT = 8  # tasks of a class
@@ -159,7 +161,7 @@ def function_name(fn: Callable[..., Any]) -> str:
     made in the same place of a program, lambdas in one function say, share theirs.
     """
     while isinstance(fn, (functools.partial, MethodType)):
-        fn = fn.func if isinstance(fn, functools.partial) else fn.__func__
+        fn = called_by(fn) if isinstance(fn, functools.partial) else fn.__func__
     if not isinstance(fn, (FunctionType, BuiltinFunctionType, type)) and "__qualname__" not in getattr(
         fn, "__dict__", ()
     ):

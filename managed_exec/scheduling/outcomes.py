@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import CancelledError
 from time import perf_counter
 
@@ -106,3 +107,10 @@ class Outcomes:
         if self._hooks.hooks:
             times = task.submitted_s, None, perf_counter()
             self._hooks.emit(TaskFinished(task.id, task.name, None, thread, *times, CancelledError()))
+
+
+def tell_refused(hooks: Hooks, task: Task, error: RuntimeError) -> None:
+    """Tell those who were told of a submitted *task* that the pool takes none any more."""
+    if hooks.hooks:
+        times = task.submitted_s, None, perf_counter()
+        hooks.emit(TaskFinished(task.id, task.name, None, threading.current_thread().name, *times, error))

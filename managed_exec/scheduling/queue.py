@@ -20,6 +20,7 @@ import heapq
 import queue
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from managed_exec.scheduling.appraisal import Appraiser
@@ -47,6 +48,9 @@ class TaskQueue:
         self._levels: dict[int, deque[Task]] = {}  # the other waiting tasks, by negated priority
         self._order: list[int] = []  # a heap of the levels that have tasks
         self._held = HeldTasks(loads, appraiser)
+        # Once no task is to be held any more that has not run: what those get that would be; None: they are cancelled.
+        self._is_closed = False
+        self._new_error: Callable[[], BaseException] | None = None
         self.n_put = 0  # tasks ever put; changed by ``put`` alone, which the pool calls under its shutdown lock
 
     def put(self, task: Task | None) -> None:
@@ -109,16 +113,33 @@ class TaskQueue:
                 return task, position, None
             # Held before the next look: a task that ends meanwhile finds it, or has made the room that look finds.
             with self._lock:
-                if held is None:
+                is_refused = self._is_closed and not task.attempts
+                if is_refused:
+                    self._loads.keep_no_longer(task.need)
+                elif held is None:
                     self._held.add(task)
                 else:
                     self._held.put(held)
+            if is_refused:
+                if self._new_error is not None:
+                    return task, None, self._new_error()
+                task.future.cancel()
+                return task, None, None
             del task, held
 
     def look_again(self) -> None:
         """Have the held tasks looked at again: a task has ended, and the calling worker is about to take one itself."""
         if self._held:
             self._tokens.put(_LOOK)
+
+    def close(self, new_error: Callable[[], BaseException] | None = None) -> None:
+        """Hold no more tasks that have not run: one that a worker has in its hands now starts, or is given out again.
+
+        Args:
+            new_error: makes what such a task fails with; None: it is cancelled.
+        """
+        with self._lock:
+            self._is_closed, self._new_error = True, new_error
 
     def get_nowait(self) -> Task | None:
         """Return a task that has not started, or the None that was put.

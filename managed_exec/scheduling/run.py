@@ -27,10 +27,12 @@ def run_bound(
     result: Any = None
     error: BaseException | None = None
     report: BaseException | None = None
-    span = TaskSpan(task.name, context.device_at(position)) if profiler._is_profiler_enabled else None
+    span: TaskSpan | None = None
     # The call is written out here, for each frame between this one and the task's would keep its arguments alive as
     # long as the error of a failed task lives.
     try:
+        if profiler._is_profiler_enabled:
+            span = TaskSpan(task.name, context.device_at(position))
         context.future = task.future
         context.enter(position, task.id, task.streams)
         modes = task.modes or context.fresh_modes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from types import FunctionType, MethodType
 
@@ -31,9 +32,16 @@ def check_sendable(name: str, fn: object, args: Sequence[object], kwargs: Mappin
         if error is not None:
             path, value, error = _innermost(path, value, error)
             raise NotSendableError(
-                f"{name}: {path}, a {type(value).__qualname__}, cannot be sent to another process: {error}. Make it in "
-                "the task, or use workers='threads'"
+                f"{name}: {path}, a {type(value).__qualname__}, cannot be sent to another process: {_text(error)}. "
+                "Make it in the task, or use workers='threads'"
             ) from error
+
+
+def _text(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 it may be the user's
+        return type(error).__qualname__
 
 
 def _refusal(value: object) -> Exception | None:
@@ -47,13 +55,15 @@ def _refusal(value: object) -> Exception | None:
 
 def _innermost(path: str, value: object, error: Exception) -> tuple[str, object, Exception]:
     """Follow what cannot be sent to the smallest part of it that cannot."""
+    seen = {id(value)}  # by which the way would go round
     for _ in range(_DEEPEST):
         try:
-            parts = list(_parts(value))
+            parts = [(step, part) for step, part in _parts(value) if id(part) not in seen]
         except Exception:  # noqa: BLE001 objects of the user's are looked at; what is known so far is said
             break
         for step, part in parts:
             refusal = _refusal(part)
+            seen.add(id(part))
             if refusal is not None:
                 path, value, error = path + step, part, refusal
                 break
@@ -65,7 +75,7 @@ def _innermost(path: str, value: object, error: Exception) -> tuple[str, object,
 def _parts(value: object) -> Iterable[tuple[str, object]]:
     """Return what *value* is pickled with, each with how it is reached."""
     if isinstance(value, dict):
-        return [(f"[{key!r}]", part) for key, part in value.items()]
+        return [(f"[{reprlib.repr(key)}]", part) for key, part in value.items()]
     if isinstance(value, (list, tuple, set, frozenset)):
         return [(f"[{i}]", part) for i, part in enumerate(value)]
     if isinstance(value, functools.partial):

@@ -19,6 +19,7 @@ class TaskSpan:
         # NVTX is torch's own module on CUDA alone (and ROCm, which calls itself so). ``emit_nvtx`` makes ranges of its
         # own in the thread alone that entered it, so a worker has no two of them.
         self._nvtx = device.type == "cuda"
+        name = name.encode("utf-8", "replace").decode()  # torch takes no other, and a name can be any text
         self._record = profiler.record_function(name)
         self._record.__enter__()  # type: ignore[no-untyped-call]
         if self._nvtx:

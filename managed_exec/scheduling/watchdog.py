@@ -102,8 +102,12 @@ class Watchdog:
 
     # -- workers ----------------------------------------------------------------------------------------------------
 
-    def start_worker(self, worker: Watched, name: str) -> None:
-        """Start the thread of *worker*. The locks of the threads, and of the interpreter's exit, are held."""
+    def start_worker(self, worker: Watched, name: str, *, successor: bool = False) -> None:
+        """Start the thread of *worker*. The locks of the threads, and of the interpreter's exit, are held.
+
+        Args:
+            successor: whether it takes the place of one that was given up; else that of any that was not there.
+        """
         thread = worker.thread = WorkerThread(worker.run, name)
         self._workers.add(worker)
         self._threads.add(thread)
@@ -113,7 +117,7 @@ class Watchdog:
             self._workers.discard(worker)
             self._threads.discard(thread)
             raise
-        if self._unstarted:
+        if self._unstarted and not successor:
             self._unstarted.pop()  # it is in the place of one of these
 
     def note_worker_end(self, worker: Watched) -> None:
@@ -246,7 +250,7 @@ class Watchdog:
             with self._threads_lock, stock._global_shutdown_lock:
                 self._threads.discard(worker.thread)
                 forget_thread(worker.thread)
-                self.start_worker(successor, f"{worker.thread.name}+")
+                self.start_worker(successor, f"{worker.thread.name}+", successor=True)
         except RuntimeError as error:
             text = "cannot start a thread in the place of %r: %s; the pool has one less until one can be started"
             _log.error(text, worker.thread.name, error)

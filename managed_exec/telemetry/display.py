@@ -35,7 +35,7 @@ def open_display(out: TextIO | None = None) -> Display:
         if _is_in_notebook():
             return _Cell()
         out = sys.stderr
-    if out.isatty() and importlib.util.find_spec("rich") is not None:
+    if out is not None and is_terminal(out) and importlib.util.find_spec("rich") is not None:
         return _Terminal(out)
     return _Lines(out)
 
@@ -56,12 +56,13 @@ def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], ca
 class _Lines:
     redraws = False
 
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
+    def __init__(self, out: TextIO | None) -> None:
+        self._out = out  # None: there is no standard error
 
     def show(self, page: Page) -> None:
-        self._out.write(page.plain)
-        self._out.flush()
+        if self._out is not None:
+            self._out.write(page.plain)
+            self._out.flush()
 
     def close(self) -> None:
         """Do nothing: there is nothing to restore."""
@@ -78,8 +79,8 @@ class _Terminal:
         self._live = Live(
             console=Console(file=out),
             auto_refresh=False,  # by itself it would take a thread
-            redirect_stdout=_is_terminal(sys.stdout),
-            redirect_stderr=_is_terminal(sys.stderr),
+            redirect_stdout=is_terminal(sys.stdout),
+            redirect_stderr=is_terminal(sys.stderr),
         )
         self._live.start()
 
@@ -111,8 +112,12 @@ class _Cell:
         """Do nothing: the cell keeps the last page."""
 
 
-def _is_terminal(stream: TextIO | None) -> bool:
-    return stream is not None and stream.isatty()
+def is_terminal(stream: TextIO | None) -> bool:
+    """Return whether *stream* is a terminal. Not all that stands for a stream can say so, and a closed one does not."""
+    try:
+        return stream is not None and stream.isatty()
+    except (AttributeError, ValueError):
+        return False
 
 
 def _is_in_notebook() -> bool:

@@ -6,6 +6,7 @@ is left of views and of the memory manager's list of listeners is ended by weak 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from managed_exec.events import Hooks
+from managed_exec.memory.manager import MemoryManager
 from managed_exec.telemetry.statistics import Census
 from managed_exec.telemetry.ticker import Ticker
 from managed_exec.telemetry.trace import Trace
@@ -22,38 +24,40 @@ from managed_exec.telemetry.watch import View
 class Observers:
     """Those who look at one pool."""
 
-    def __init__(self, hooks: Hooks, manager_hooks: Hooks | None, census: Census, thread_name: str) -> None:
+    def __init__(self, hooks: Hooks, manager: MemoryManager | None, census: Census, thread_name: str) -> None:
         """
         Args:
             hooks: the pool's.
-            manager_hooks: of the memory manager, where it is this process's.
+            manager: of the pool's memory, where it is this process's.
             thread_name: of the threads that draw.
         """
         self.hooks = hooks
         self.census = census
         self.thread_name = thread_name
-        self._manager_hooks = manager_hooks
+        self._manager_hooks = None if manager is None else manager.hooks
+        self._lock = threading.Lock()  # guards the next two; under it only the memory manager's hooks are changed
+        self._listeners = 0  # who wants to be told of moves of memory: all hooks of the pool's together, and each trace
         self._stop_listening: weakref.finalize[..., Observers] | None = None
         # Those that draw, each with what ends it when this is collected. Changed in single steps: a pool may be looked
         # at from any thread.
         self._tickers: dict[Ticker, weakref.finalize[..., Observers]] = {}
         self._is_closed = False
-        if hooks.hooks:
-            self._listen_to_memory()
+        self._hooks_listen = bool(hooks.hooks)
+        if self._hooks_listen:
+            self._listen()
 
     @contextmanager
     def trace(self, path: str | Path) -> Iterator[None]:
         """Write to *path*, at the end of the block, what the pool does in it."""
         with open(path, "w", encoding="utf-8") as file:
             trace = Trace()
-            self.hooks.add(trace)
-            self._listen_to_memory()
+            key = self.hooks.add(trace)
+            self._listen()
             try:
                 yield
             finally:
-                self.hooks.remove(trace)
-                if not self.hooks.hooks:
-                    self._listen_no_longer()  # or the manager would go on making events for nobody
+                self.hooks.remove(key)
+                self._listen_no_longer()  # or the manager would go on making events for nobody
                 trace.write(file)
 
     def view(self, interval_s: float | None, out: TextIO | None) -> View:
@@ -87,17 +91,24 @@ class Observers:
             if wait:
                 ticker.join()
         if wait:
-            self._listen_no_longer()
+            with self._lock:
+                hooks_listen, self._hooks_listen = self._hooks_listen, False
+            if hooks_listen:
+                self._listen_no_longer()
 
-    def _listen_to_memory(self) -> None:
-        """Have the pool's hooks be told of moves of memory, until it is shut down or collected."""
-        if self._manager_hooks is not None and self.hooks.emit not in self._manager_hooks.hooks:
-            self._manager_hooks.add(self.hooks.emit)
-            self._stop_listening = weakref.finalize(self, self._manager_hooks.remove, self.hooks.emit)
+    def _listen(self) -> None:
+        """Have the pool's hooks be told of moves of memory, until as many no longer want it, or this is collected."""
+        with self._lock:
+            self._listeners += 1
+            if self._listeners == 1 and self._manager_hooks is not None:
+                key = self._manager_hooks.add(self.hooks.emit)
+                self._stop_listening = weakref.finalize(self, self._manager_hooks.remove, key)
 
     def _listen_no_longer(self) -> None:
-        if self._stop_listening is not None:
-            self._stop_listening()
+        with self._lock:
+            self._listeners -= 1
+            if self._listeners == 0 and self._stop_listening is not None:
+                self._stop_listening()
 
 
 _SHUT_DOWN = "cannot look at a pool that is shut down"

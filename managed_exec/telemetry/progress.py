@@ -21,11 +21,10 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from managed_exec.streaming import Submits
-from managed_exec.telemetry.display import Display, Page, open_display
+from managed_exec.telemetry.display import Display, Page, is_terminal, open_display
 from managed_exec.telemetry.observers import Observers
-from managed_exec.telemetry.statistics import PoolStatistics
 from managed_exec.telemetry.ticker import Ticker
-from managed_exec.telemetry.watch import LINE_S, load_text
+from managed_exec.telemetry.watch import LINE_S
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +103,7 @@ class BarredResults(Iterator[T]):
 
     def __init__(self, results: Iterator[T], calls: CountedCalls, ticker: Ticker) -> None:
         self._results = results
-        self._calls = calls  # which the map may need to submit more
+        self._calls: CountedCalls | None = calls  # which the map may need to submit more
         self._counts = calls.counts
         self._ticker = ticker
         # The collector may come in any thread, under any lock: it tells the bar to end and does not wait for it.
@@ -117,6 +116,8 @@ class BarredResults(Iterator[T]):
             if isinstance(error, StopIteration):
                 self._counts.total = self._counts.done
             self._ticker.join()
+            # The frame of this call stays with the error, if somebody keeps that.
+            self._results, self._calls = iter(()), None
             raise
         self._counts.taken += 1
         return result
@@ -162,8 +163,8 @@ class _Bar(Protocol):
 
 def _start_bar(observers: Observers, counts: CallCounts) -> Ticker:
     bar = _open_bar(counts)
-    take: Callable[[], PoolStatistics] = observers.census.take
-    ticker = Ticker(lambda: bar.show(load_text(take())), bar.close, bar.interval_s, f"{observers.thread_name}_bar")
+    read: Callable[[], str] = observers.census.load_text
+    ticker = Ticker(lambda: bar.show(read()), bar.close, bar.interval_s, f"{observers.thread_name}_bar")
     try:
         observers.begin(ticker)
     except RuntimeError as error:  # the pool is shut down, or the interpreter: map itself says what it has to say
@@ -176,7 +177,7 @@ def _start_bar(observers: Observers, counts: CallCounts) -> Ticker:
 
 
 def _open_bar(counts: CallCounts) -> _Bar:
-    if sys.stderr.isatty() and not _is_there("rich") and _is_there("tqdm"):
+    if is_terminal(sys.stderr) and not _is_there("rich") and _is_there("tqdm"):
         return _TqdmBar(counts)
     return _Drawn(counts, open_display())
 

@@ -32,6 +32,12 @@ class DeviceSampler:
         self.thread = threading.Thread(target=self._run, name=thread_name)
         loads.on_busy = self._on_busy
 
+    def end(self, *, wait: bool) -> None:
+        """Have the thread end soon; with *wait*, wait until it has."""
+        self.wake.put(None)
+        if wait:
+            self.thread.join()
+
     def _on_busy(self) -> None:
         # Short tasks one after another each find the pool idle: only the first may cost a change of threads.
         if self._asleep:

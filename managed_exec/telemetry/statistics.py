@@ -215,6 +215,13 @@ class Census:
             memory,
         )
 
+    def load_text(self) -> str:
+        """Return what each device does, in a few words; asks for nothing else, for it is asked many times a second."""
+        return ", ".join(
+            f"{each.device} {'out' if self._loads.is_out(each.position) else each.running}"
+            for each in self._loads.snapshots()
+        )
+
     def _count(self) -> TaskStatistics:
         # The last stage of a task's life first: one that goes on to the next stage meanwhile is seen in neither, and
         # counts as queued, but none is seen twice.

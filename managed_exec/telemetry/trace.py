@@ -59,16 +59,16 @@ class _Writer:
         self._moves = 0
 
     def entries(self, events: list[Event]) -> Iterator[dict[str, Any]]:
-        begun: dict[tuple[int, str], TaskStarted] = {}  # by task and worker; a task may run again
+        begun: dict[int, TaskStarted] = {}  # by task, whose next run comes after the end of the one before
         for event in events:
             if isinstance(event, TaskStarted):
-                begun[event.task_id, event.worker] = event
+                begun[event.task_id] = event
                 if event.attempt == 0:
                     yield self._wait("e", event.task_id, event.name, event.at_s)
             elif isinstance(event, TaskSubmitted):
                 yield self._wait("b", event.task_id, event.name, event.at_s)
             elif isinstance(event, TaskFinished):
-                start = begun.pop((event.task_id, event.worker), None)
+                start = begun.pop(event.task_id, None)
                 if start is None:  # cancelled, or never placed
                     yield self._wait("e", event.task_id, event.name, event.at_s)
                 else:
@@ -78,7 +78,7 @@ class _Writer:
             elif isinstance(event, CallMigrated):
                 yield self._migration(event)
             else:
-                start = begun.pop((event.task_id, event.worker), None)
+                start = begun.pop(event.task_id, None)
                 if start is not None:
                     yield self._run(start, event)
         yield from self._names()
@@ -100,7 +100,7 @@ class _Writer:
         if isinstance(end, TaskRetried):
             details["ended"] = "out of memory; it runs again"
         elif end.error is not None:
-            details["error"] = repr(end.error)
+            details["error"] = _shown(end.error)
         return {
             "ph": "X",
             "cat": "task",
@@ -141,3 +141,10 @@ class _Writer:
         for (process, thread), tid in self._threads.items():
             pid = self._processes[process]
             yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": thread}}
+
+
+def _shown(error: BaseException) -> str:
+    try:
+        return repr(error)
+    except Exception:  # noqa: BLE001 it is the user's, and the trace is wanted all the same
+        return type(error).__qualname__

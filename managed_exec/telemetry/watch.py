@@ -107,11 +107,6 @@ def page(now: PoolStatistics, before: PoolStatistics | None = None) -> Page:
     return Page(_line(now, before), lambda: _table(now, before))
 
 
-def load_text(now: PoolStatistics) -> str:
-    """Return what each device does, in a few words."""
-    return ", ".join(f"{each.device} {'out' if each.out_of_service else each.running}" for each in now.devices)
-
-
 def _rates(now: PoolStatistics, before: PoolStatistics | None) -> tuple[float, float]:
     """Return tasks done, and bytes moved out of devices and back, in a second."""
     elapsed_s = 0.0 if before is None else now.at_s - before.at_s
