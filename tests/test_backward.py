@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -152,3 +153,38 @@ def test_pass_whose_error_a_task_has_caught_leaves_nothing(simulator: Kind) -> N
     with simulator.pool(max_workers=1) as pool:
         assert pool.submit(task).result(60) == "caught"
         assert eventually(lambda: allocated_bytes() == 0)
+
+
+@pytest.mark.parametrize("how", ["backward", "grad"])
+def test_small_graph_on_a_device_that_another_has_filled(simulator: Kind, how: str) -> None:
+    """No tensor of the graph is managed, and all that is in its way could be spilled: also for the first gradient."""
+    sim.enable(devices=1, memory="8MiB")
+    made, full = threading.Event(), threading.Event()
+
+    def small() -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)).cuda()
+        loss = model(torch.ones(4, 8, device="cuda")).sum()
+        made.set()
+        assert full.wait(30)
+        if how == "grad":
+            return [gradient.sum().item() for gradient in torch.autograd.grad(loss, list(model.parameters()))]
+        loss.backward()
+        return [parameter.grad.sum().item() for parameter in model.parameters()]
+
+    def big() -> list[torch.Tensor]:
+        assert made.wait(30)
+        parts = [torch.ones(2**18, device="cuda") for _ in range((8 * 2**20 - allocated_bytes()) // 2**20)]
+        parts.append(torch.ones((8 * 2**20 - allocated_bytes()) // 4, device="cuda"))
+        assert allocated_bytes() == 8 * 2**20
+        full.set()
+        return parts
+
+    with simulator.pool(max_workers=2) as pool:
+        first, second = pool.submit(small), pool.submit(big)
+        gradients = first.result(60)
+        assert all(part.min().item() == 1 for part in second.result(60))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+    model(torch.ones(4, 8)).sum().backward()
+    assert gradients == pytest.approx([parameter.grad.sum().item() for parameter in model.parameters()])

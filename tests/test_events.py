@@ -50,6 +50,31 @@ class TestHooks:
         assert [record.levelno for record in caplog.records] == [logging.ERROR]
         assert "failing" in caplog.text
 
+    @pytest.mark.parametrize("equal", [True, ValueError("cannot be compared")], ids=["equal", "raises"])
+    def test_hooks_are_not_compared(self, equal: object) -> None:
+        class Comparing:
+            def __init__(self, fails: bool) -> None:
+                self.fails = fails
+                self.seen: list[Event] = []
+
+            def __eq__(self, other: object) -> bool:
+                if isinstance(equal, Exception):
+                    raise equal
+                return True
+
+            __hash__ = None  # type: ignore[assignment]
+
+            def __call__(self, event: Event) -> None:
+                self.seen.append(event)
+                if self.fails:
+                    raise RuntimeError("mine")
+
+        failing, other = Comparing(True), Comparing(False)
+        hooks = Hooks([failing, other])
+        hooks.emit(MOVED)
+        hooks.emit(MOVED)
+        assert (len(failing.seen), len(other.seen)) == (1, 2)
+
     def test_what_cannot_be_called(self) -> None:
         with pytest.raises(TypeError, match=r"hooks: expected callables that take one event, got 3"):
             Hooks([3])  # type: ignore[list-item]

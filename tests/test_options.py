@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import functools
 import pickle
 import threading
@@ -14,6 +16,7 @@ from conftest import Kind, eventually, identity
 
 from managed_exec import GPUPoolExecutor, current_task, gpu_task
 from managed_exec.options import TaskOptions, options_of
+from managed_exec.scheduling.footprints import function_name
 from managed_exec.scheduling.held import MAX_PASSED
 
 WAIT_S = 30
@@ -312,3 +315,22 @@ class TestOutOfMemory:
         with simulator.pool(max_workers=1) as pool:
             error = pool.submit(gpu_task(retries=3)(lambda: torch.empty(2**30, device="cuda"))).exception(WAIT_S)
         assert isinstance(error, torch.OutOfMemoryError)
+
+
+def test_options_and_name_of_what_asyncio_runs_in_a_context(kind: Kind) -> None:
+    @gpu_task(priority=3)
+    def work(x: int) -> int:
+        return x + 1
+
+    names: list[str] = []
+
+    async def main(pool: GPUPoolExecutor) -> int:
+        asyncio.get_running_loop().set_default_executor(pool)
+        return await asyncio.to_thread(work, 1)
+
+    pool = kind.pool(max_workers=1, hooks=[lambda event: names.append(event.name)])
+    assert asyncio.run(main(pool)) == 2
+    assert set(names) == {work.__qualname__}
+    run = functools.partial(contextvars.copy_context().run, work, 1)
+    assert options_of(run).priority == 3
+    assert function_name(run) == function_name(work)

@@ -203,6 +203,8 @@ class TestWhatTravels:
 
     def test_what_cannot_be_sent_is_named(self, pool: GPUPoolExecutor) -> None:
         lock = threading.Lock()
+        circle: list[object] = []
+        circle += [circle, lock]
         for future, named in (
             (pool.submit(print, 1, lock), r"task \d+ \(print\): argument 2, a lock, cannot be sent"),
             (pool.submit(print, end=lock), r"\(print\): end, a lock, cannot be sent"),
@@ -212,6 +214,7 @@ class TestWhatTravels:
             ),
             (pool.submit(print, {"a": [1, lock]}), r"argument 1\['a'\]\[1\], a lock, cannot be sent"),
             (pool.submit(print, partial(print, Holder(lock))), r"argument 1\[0\]\.held, a lock, cannot"),
+            (pool.submit(print, circle), r"argument 1\[1\], a lock, cannot be sent"),
             (pool.submit(print, Holder(lock).method), r"argument 1\.__self__\.held, a lock, cannot be sent"),
             (pool.submit(threading.Lock), r"the result of task \d+ \(.*\) cannot be sent back .* cannot pickle"),
             (pool.submit(lambda: torch.ones(3, requires_grad=True) * 2), r"the result .* detach\(\) it"),

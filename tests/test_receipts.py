@@ -280,6 +280,18 @@ class TestTrace:
         entries = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
         assert [entry["args"]["attempt"] for entry in entries if entry["ph"] == "X"] == [0, 1]
 
+    def test_error_that_cannot_be_shown(self, kind: Kind, tmp_path: Path) -> None:
+        class Unspeakable(Exception):
+            def __repr__(self) -> str:
+                raise ValueError("mine")
+
+        def fail() -> None:
+            raise Unspeakable
+
+        with kind.pool(max_workers=1) as pool, pool.trace(tmp_path / "run.json"):
+            pool.submit(fail).exception(WAIT_S)
+        assert "Unspeakable" in (tmp_path / "run.json").read_text()
+
     def test_written_also_when_the_block_fails(self, kind: Kind, tmp_path: Path) -> None:
         with kind.pool(max_workers=1) as pool:
             with pytest.raises(ValueError, match="invalid literal"), pool.trace(tmp_path / "run.json"):

@@ -11,6 +11,7 @@ from managed_exec.options import ANY, Need, TaskOptions
 from managed_exec.scheduling.held import MAX_PASSED, HeldTasks
 from managed_exec.scheduling.loads import DeviceLoads
 from managed_exec.scheduling.placement import PLACEMENTS
+from managed_exec.scheduling.queue import TaskQueue
 from managed_exec.task import Task
 
 CAPACITY = 100
@@ -204,3 +205,38 @@ class TestClaims:
         for _ in range(2 * MAX_PASSED):
             held.note_start(0, 0, None)
         assert not loads._kept_for
+
+
+class TestClosedQueue:
+    """A task in a worker's hands while the pool is shut down, or breaks, and that no device takes in the end."""
+
+    def test_is_cancelled(self, loads: Counted) -> None:
+        tasks = TaskQueue(loads)
+        loads.book(None, Need(90))
+        tasks.put(task := new_task(0, 20))
+        tasks.close()
+        assert tasks.take(None) == (task, None, None)
+        assert task.future.cancelled()
+        assert not tasks.has_held
+
+    def test_fails(self, loads: Counted) -> None:
+        tasks = TaskQueue(loads)
+        loads.book(None, Need(90))
+        tasks.put(task := new_task(0, 20))
+        tasks.close(error := RuntimeError)
+        taken = tasks.take(None)
+        assert taken is not None
+        assert taken[:2] == (task, None)
+        assert type(taken[2]) is error
+        assert not task.future.done(), "the worker's to do"
+
+    def test_one_that_has_run_is_held_all_the_same(self, loads: Counted) -> None:
+        tasks = TaskQueue(loads)
+        loads.book(None, Need(90))
+        task = new_task(0, 20)
+        task.attempts, task.need = 1, task.need._replace(alone=True)
+        tasks.close()
+        tasks.put_back(task)
+        tasks.put(None)
+        assert tasks.take(None) is None
+        assert tasks.has_held

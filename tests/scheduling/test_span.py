@@ -137,3 +137,12 @@ class TestRanges:
         assert calls == []
         TaskSpan("solve", torch.device("cuda", 1)).end()
         assert calls == ["solve", "pop"]
+
+
+def test_any_name(kind: Kind) -> None:
+    def task() -> int:
+        return 1
+
+    task.__qualname__ = "half a pair: \ud800"
+    with kind.pool(max_workers=1) as pool, profiler_of_all_threads():
+        assert pool.submit(task).result(WAIT_S) == 1

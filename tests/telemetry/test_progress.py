@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import itertools
 import sys
 import threading
@@ -219,6 +220,24 @@ class TestEnd:
         del results
         gc.collect()
         assert eventually(lambda: not bars())
+
+
+class Tee:
+    """Stands for a stream, and cannot say whether it is a terminal."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None: ...
+
+
+@pytest.mark.parametrize("stream", ["none", "tee", "closed"])
+def test_odd_standard_error(kind: Kind, monkeypatch: pytest.MonkeyPatch, stream: str) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", {"none": None, "tee": Tee(), "closed": closed}[stream])
+    with kind.pool(max_workers=1) as pool:
+        assert list(pool.map(double, range(3), progress=True)) == [0, 2, 4]
 
 
 def test_not_a_flag(kind: Kind) -> None:

@@ -314,3 +314,23 @@ def test_it_is_made_of_what_can_be_compared(kind: Kind) -> None:
     with kind.pool(max_workers=1) as pool:
         taken.append(pool.statistics)
         assert taken[0]().tasks == taken[0]().tasks
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_refused_while_it_was_told_of(kind: Kind, in_time: bool) -> None:
+    """The pool is shut down between the event and the queue: whoever was told of the task is told of its end."""
+    seen: list[Event] = []
+
+    def hook(event: Event) -> None:
+        seen.append(event)
+        if isinstance(event, TaskSubmitted) and in_time:
+            pool.shutdown(wait=False)
+
+    pool = kind.pool(max_workers=1, hooks=[hook])
+    if not in_time:
+        pool.shutdown()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        pool.submit(abs, 1)
+    pool.shutdown()
+    assert [type(event) for event in seen] == ([TaskSubmitted, TaskFinished] if in_time else [])
+    assert pool.statistics().tasks.submitted == 0
