@@ -95,10 +95,12 @@ class ManagedContext(DeviceContext):
             with args[1].hold() as plain:
                 return func(args[0], plain)
         if func in BACKWARD_CALLS:
-            # Its kernels run below autograd, where nobody can make a call elsewhere. They find room like all others,
-            # also where no tensor of the graph is managed.
-            with staying():
-                return self._adopting.call(partial(super().__torch_function__, func, types, args, kwargs))
+            call = partial(super().__torch_function__, func, types, args, kwargs)
+            with staying():  # its kernels run below autograd, where nobody can make a call elsewhere
+                if any(issubclass(kind, ManagedTensor) for kind in types):
+                    return call()  # what comes of managed tensors is managed: each kernel sees to itself
+                # Nothing in the graph is large enough, but its kernels have to find room like all others.
+                return self._adopting.call(call)
         if types and any(issubclass(kind, ManagedTensor) for kind in types):
             # The managed operands' own function level sees to the rest.
             return super().__torch_function__(func, types, args, kwargs)

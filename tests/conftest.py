@@ -98,6 +98,14 @@ def small_device(simulator: Kind) -> MemoryManager:
     return configure(MemoryPolicy(min_bytes=1024, wait_s=5))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def autograd_knows_the_simulator() -> None:
+    """Autograd asks once, at a process's first backward pass, which kinds of device there are."""
+    if not HAS_GPU:
+        for _ in make_kind("sim"):
+            torch.ones((), device="sim:0", requires_grad=True).backward()
+
+
 @pytest.fixture(scope="session")
 def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> NvmlStub:
     """A stub of NVIDIA's management library, for processes that a test starts."""
