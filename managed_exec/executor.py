@@ -58,7 +58,7 @@ from managed_exec.scheduling.footprints import Footprints
 from managed_exec.scheduling.health import DeviceHealth
 from managed_exec.scheduling.lanes import Lanes
 from managed_exec.scheduling.loads import DeviceLoads
-from managed_exec.scheduling.outcomes import Outcomes, tell_refused
+from managed_exec.scheduling.outcomes import Outcomes, tell_not_run
 from managed_exec.scheduling.placement import Placement
 from managed_exec.scheduling.queue import TaskQueue
 from managed_exec.scheduling.threads import start_thread
@@ -246,7 +246,7 @@ class GPUPoolExecutor(ThreadPoolExecutor):
                     self._start_worker()
         if refusal is not None:
             if is_told:
-                tell_refused(self._hooks, task, refusal)
+                tell_not_run(self._hooks, task, refusal, threading.current_thread().name)
             raise refusal
         return task.future
 

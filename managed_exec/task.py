@@ -68,13 +68,7 @@ class Task:
     @property
     def name(self) -> str:
         """The name of its function; that of its class where it has none."""
-        function = self.fn
-        while isinstance(function, functools.partial):
-            function = called_by(function)
-        try:
-            return str(function.__qualname__)
-        except Exception:  # noqa: BLE001 many callables have no name, and what is the user's may raise anything
-            return type(function).__qualname__
+        return name_of(self.fn)
 
     def __str__(self) -> str:
         return f"task {self.id} ({self.name})"
@@ -82,6 +76,16 @@ class Task:
     def drop_call(self) -> None:
         """Let go of the function and its arguments."""
         self.fn = self.args = self.kwargs = self.context = None
+
+
+def name_of(function: Any) -> str:
+    """Return the name of what *function* calls in the end; that of its class where it has none."""
+    while isinstance(function, functools.partial):
+        function = called_by(function)
+    try:
+        return str(function.__qualname__)
+    except Exception:  # noqa: BLE001 many callables have no name, and what is the user's may raise anything
+        return type(function).__qualname__
 
 
 class _Facts(NamedTuple):

@@ -12,7 +12,7 @@ from queue import Empty
 
 from managed_exec.scheduling.outcomes import Outcomes
 from managed_exec.scheduling.queue import TaskQueue
-from managed_exec.scheduling.worker import finish
+from managed_exec.scheduling.worker import end_without_run
 from managed_exec.task import Task
 
 
@@ -26,14 +26,11 @@ def cancel_waiting(tasks: TaskQueue, outcomes: Outcomes) -> None:
 
 def fail_waiting(tasks: TaskQueue, outcomes: Outcomes, reason: str) -> None:
     """Fail the tasks that have not started, for the pool is broken. No more come, and no lock is held."""
-    tasks.close(partial(stock.BrokenThreadPool, reason))
+    new_error = partial(stock.BrokenThreadPool, reason)
+    tasks.close(new_error)
     for task in _taken(tasks):
-        if task.future.set_running_or_notify_cancel():
-            error = stock.BrokenThreadPool(reason)
-            outcomes.note_end(task, None, None, None, error, threading.current_thread().name)
-            finish(task, None, error)
-        else:
-            outcomes.note_cancelled(task, threading.current_thread().name)
+        is_cancelled = not task.future.set_running_or_notify_cancel()
+        end_without_run(task, new_error(), outcomes, threading.current_thread().name, is_cancelled=is_cancelled)
 
 
 def join_all(threads: Collection[threading.Thread], lock: AbstractContextManager[object]) -> None:

@@ -38,7 +38,9 @@ class DeviceHealth:
         device than the task's own. So each device that the pool has used is asked for a tiny kernel.
         """
         for position, device in enumerate(self._devices):
-            if not device.is_accelerator or not self._loads.was_used(position) or self._loads.is_out(position):
+            if not device.is_accelerator or not self._loads.was_used(position):
+                continue
+            if self._loads.out_of_service(position) is not None:
                 continue
             report = _report_of(device)
             if report is None:

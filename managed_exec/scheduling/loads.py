@@ -200,10 +200,6 @@ class DeviceLoads:
             self._kept_for[position] = _NOBODY
             return True
 
-    def is_out(self, position: int) -> bool:
-        """Return whether the device at *position* is out of service."""
-        return position in self._out_of_service
-
     def out_of_service(self, position: int) -> str | None:
         """Return why the device at *position* is out of service; None if it is not."""
         return self._out_of_service.get(position)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import CancelledError
 from time import perf_counter
 
@@ -104,13 +103,11 @@ class Outcomes:
     def note_cancelled(self, task: Task, thread: str) -> None:
         """Note that *task*, which was cancelled while it waited, has left the queue."""
         self.cancelled += 1
-        if self._hooks.hooks:
-            times = task.submitted_s, None, perf_counter()
-            self._hooks.emit(TaskFinished(task.id, task.name, None, thread, *times, CancelledError()))
+        tell_not_run(self._hooks, task, CancelledError(), thread)
 
 
-def tell_refused(hooks: Hooks, task: Task, error: RuntimeError) -> None:
-    """Tell those who were told of a submitted *task* that the pool takes none any more."""
+def tell_not_run(hooks: Hooks, task: Task, error: BaseException, thread: str) -> None:
+    """Tell that *task*, whose submission was told, ends in *thread* without having run."""
     if hooks.hooks:
         times = task.submitted_s, None, perf_counter()
-        hooks.emit(TaskFinished(task.id, task.name, None, threading.current_thread().name, *times, error))
+        hooks.emit(TaskFinished(task.id, task.name, None, thread, *times, error))

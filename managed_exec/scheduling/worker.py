@@ -176,11 +176,7 @@ class Worker:
         if position is None or not may_run or error is not None:
             if position is not None:
                 self._give_back(position, task)
-            if may_run:
-                self._outcomes.note_end(task, None, None, None, error, self.thread.name)
-                finish(task, None, error)
-            else:
-                self._outcomes.note_cancelled(task, self.thread.name)
+            end_without_run(task, error, self._outcomes, self.thread.name, is_cancelled=not may_run)
             del error, task
             return True
         result: Any = None
@@ -347,6 +343,18 @@ class Worker:
         if self._on_cpu is None:
             self._on_cpu = DeviceContext((CpuDevice(),))
         return self._on_cpu
+
+
+def end_without_run(
+    task: Task, error: BaseException | None, outcomes: Outcomes, thread: str, *, is_cancelled: bool
+) -> None:
+    """End *task*, which was taken from the queue and is not run: with *error*, or it was cancelled and is done."""
+    if is_cancelled:
+        outcomes.note_cancelled(task, thread)
+    else:
+        outcomes.note_end(task, None, None, None, error, thread)
+        finish(task, None, error)
+    del error, task
 
 
 def finish(task: Task, result: Any, error: BaseException | None) -> None:

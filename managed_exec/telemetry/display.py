@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TextIO
 
+from managed_exec.sizes import format_bytes
+
 
 class Page(NamedTuple):
     """What is to be seen at one time."""
@@ -38,6 +40,18 @@ def open_display(out: TextIO | None = None) -> Display:
     if out is not None and is_terminal(out) and importlib.util.find_spec("rich") is not None:
         return _Terminal(out)
     return _Lines(out)
+
+
+def used_text(used_bytes: int | None, total_bytes: int | None) -> str:
+    """Return used and usable memory as people read it."""
+    if used_bytes is None or total_bytes is None:
+        return "-"
+    return f"{format_bytes(used_bytes)} of {format_bytes(total_bytes)}"
+
+
+def busy_text(utilization: float | None) -> str:
+    """Return a share of time as people read it."""
+    return "-" if utilization is None else f"{utilization:.0%}"
 
 
 def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], caption: str | None = None) -> Any:

@@ -9,7 +9,6 @@ order, errors and timeouts are those without it.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import logging
 import sys
@@ -21,6 +20,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from managed_exec.streaming import Submits
+from managed_exec.task import name_of
 from managed_exec.telemetry.display import Display, Page, is_terminal, open_display
 from managed_exec.telemetry.observers import Observers
 from managed_exec.telemetry.ticker import Ticker
@@ -88,7 +88,7 @@ def with_progress(
         fn: what is called.
         iterables: its arguments; only their lengths are asked for here.
     """
-    calls = CountedCalls(submit, _name(fn), _length(iterables))
+    calls = CountedCalls(submit, name_of(fn), _length(iterables))
     ticker = _start_bar(observers, calls.counts)
     try:
         results = begin(calls)
@@ -130,12 +130,6 @@ class BarredResults(Iterator[T]):
                 close()
         finally:
             self._ticker.join()
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return str(getattr(fn, "__qualname__", type(fn).__qualname__))
 
 
 def _length(iterables: tuple[Iterable[Any], ...]) -> int | None:

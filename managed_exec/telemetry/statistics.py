@@ -23,6 +23,7 @@ from managed_exec.scheduling.loads import DeviceLoads
 from managed_exec.scheduling.outcomes import Outcomes
 from managed_exec.scheduling.queue import TaskQueue
 from managed_exec.sizes import format_bytes
+from managed_exec.telemetry.display import used_text
 
 _log = logging.getLogger(__name__)
 
@@ -103,9 +104,7 @@ class DeviceStatistics:
     @property
     def memory_text(self) -> str:
         """Used and usable memory as people read it."""
-        if self.used_bytes is None or self.limit_bytes is None:
-            return "-"
-        return f"{format_bytes(self.used_bytes)} of {format_bytes(self.limit_bytes)}"
+        return used_text(self.used_bytes, self.limit_bytes)
 
     @property
     def spilled_text(self) -> str:
@@ -218,7 +217,7 @@ class Census:
     def load_text(self) -> str:
         """Return what each device does, in a few words; asks for nothing else, for it is asked many times a second."""
         return ", ".join(
-            f"{each.device} {'out' if self._loads.is_out(each.position) else each.running}"
+            f"{each.device} {each.running if self._loads.out_of_service(each.position) is None else 'out'}"
             for each in self._loads.snapshots()
         )
 

@@ -14,7 +14,7 @@ from managed_exec.devices import nvml
 from managed_exec.devices.nvml import Process, Reading
 from managed_exec.devices.visibility import Card
 from managed_exec.sizes import format_bytes
-from managed_exec.telemetry.display import Page, open_display, table
+from managed_exec.telemetry.display import Page, busy_text, open_display, table, used_text
 
 
 class Row(NamedTuple):
@@ -29,11 +29,11 @@ class Row(NamedTuple):
         if self.reading.memory is None:
             return "-"
         free, total = self.reading.memory
-        return f"{format_bytes(total - free)} of {format_bytes(total)}"
+        return used_text(total - free, total)
 
     @property
     def busy(self) -> str:
-        return "-" if self.reading.utilization is None else f"{self.reading.utilization:.0%}"
+        return busy_text(self.reading.utilization)
 
     @property
     def details(self) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TextIO
 
-from managed_exec.telemetry.display import Display, Page, open_display, table
+from managed_exec.telemetry.display import Display, Page, busy_text, open_display, table
 from managed_exec.telemetry.statistics import PoolStatistics
 from managed_exec.telemetry.ticker import Ticker
 
@@ -143,14 +143,13 @@ def _line(now: PoolStatistics, before: PoolStatistics | None) -> str:
 def _table(now: PoolStatistics, before: PoolStatistics | None) -> object:
     rows = []
     for device in now.devices:
-        busy = "-" if device.utilization is None else f"{device.utilization:.0%}"
         rows.append(
             (
                 str(device.device),
                 str(device.running) if device.out_of_service is None else "out of service",
                 device.memory_text,
                 device.spilled_text or "-",
-                busy,
+                busy_text(device.utilization),
             )
         )
     title = f"{time.strftime('%H:%M:%S')}  workers {now.workers} of {now.max_workers}"
