@@ -97,9 +97,7 @@ class ManagedContext(DeviceContext):
         if func in BACKWARD_CALLS:
             call = partial(super().__torch_function__, func, types, args, kwargs)
             with staying():  # its kernels run below autograd, where nobody can make a call elsewhere
-                if any(issubclass(kind, ManagedTensor) for kind in types):
-                    return call()  # what comes of managed tensors is managed: each kernel sees to itself
-                # Nothing in the graph is large enough, but its kernels have to find room like all others.
+                # Kernels whose operands are all too small to be managed have to find room like all others.
                 return self._adopting.call(call)
         if types and any(issubclass(kind, ManagedTensor) for kind in types):
             # The managed operands' own function level sees to the rest.

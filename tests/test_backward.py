@@ -155,6 +155,43 @@ def test_pass_whose_error_a_task_has_caught_leaves_nothing(simulator: Kind) -> N
         assert eventually(lambda: allocated_bytes() == 0)
 
 
+def saved_results(node: torch.autograd.graph.Node) -> list[torch.Tensor]:
+    """Return what the nodes of a graph, from *node* on, have saved of their own results."""
+    found = [node._saved_result] if hasattr(node, "_saved_result") else []
+    return found + [saved for following, _ in node.next_functions if following for saved in saved_results(following)]
+
+
+def test_pass_from_a_small_loss_brings_back_what_is_spilled(simulator: Kind) -> None:
+    """A call that makes large tensors may return a small one, which is not managed, and the pass starts there."""
+
+    def gradient(device: str) -> list[float]:
+        x = torch.linspace(0, 1, 16, device=device)[:, None].requires_grad_()
+        loss = torch.nn.functional.poisson_nll_loss(x.expand(16, 1024), torch.ones(16, 1, device=device))
+        if device != "cpu":
+            assert type(loss) is torch.Tensor
+            (saved,) = saved_results(loss.grad_fn)
+            assert saved.spill("host").residency == "host"
+            del saved
+        loss.backward()
+        return x.grad.flatten().tolist()
+
+    with simulator.pool(max_workers=1, memory=POLICY) as pool:
+        assert pool.submit(gradient, "cuda").result(60) == pytest.approx(gradient("cpu"))
+
+
+def test_gradient_of_zeros_that_have_no_memory(simulator: Kind) -> None:
+    """Autograd does not write down the zeros of a step function's gradient."""
+
+    def task() -> list[float]:
+        x = torch.ones(1024, device="cuda", requires_grad=True)
+        (gradient,) = torch.autograd.grad(x.sgn(), x, torch.ones(1024, device="cuda"))
+        assert gradient._is_zerotensor()
+        return gradient.detach().cpu().tolist()
+
+    with simulator.pool(max_workers=1, memory=POLICY) as pool:
+        assert pool.submit(task).result(60) == [0.0] * 1024
+
+
 @pytest.mark.parametrize("how", ["backward", "grad"])
 def test_small_graph_on_a_device_that_another_has_filled(simulator: Kind, how: str) -> None:
     """No tensor of the graph is managed, and all that is in its way could be spilled: also for the first gradient."""

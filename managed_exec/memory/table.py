@@ -68,6 +68,11 @@ class RecordTable:
             self._forget(address, None, 0, entry)
         return record
 
+    def has_record(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether *storage* has a record."""
+        known = self._records.get(storage._cdata)
+        return known is not None and known() is not None
+
     # -- kernels in flight ------------------------------------------------------------------------------------------
 
     def take_off(self, records: Sequence[Record]) -> None:

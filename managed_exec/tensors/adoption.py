@@ -74,4 +74,9 @@ class AdoptingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         """Return whether *tensor*, new or a view, is on a device and worth a record."""
         if tensor.is_cpu or tensor.layout is not torch.strided:
             return False
-        return tensor.untyped_storage().nbytes() >= self._manager.policy.smallest_bytes
+        storage = tensor.untyped_storage()
+        n_bytes = storage.nbytes()
+        if n_bytes == 0:  # one that is not on its device, where detaching, which needs no byte, has left it
+            return self._manager.table.has_record(storage)
+        # Zeros that autograd has not written down have no memory, whatever their storage says.
+        return n_bytes >= self._manager.policy.smallest_bytes and not tensor._is_zerotensor()

@@ -16,14 +16,15 @@ class Managed(AgainstCpu):
     """Operands are managed and resident."""
 
     name = "managed"
+    min_bytes = 1
 
     def prepare(self, device: str) -> None:
-        """Enable the device, with a manager to which no tensor is too small."""
+        """Enable the device, with a manager to which tensors below ``min_bytes`` are too small."""
         super().prepare(device)
         from managed_exec.memory.manager import configure
         from managed_exec.memory.policy import MemoryPolicy
 
-        self._manager = configure(MemoryPolicy(min_bytes=1))
+        self._manager = configure(MemoryPolicy(min_bytes=self.min_bytes))
 
     def ready(self, tensor: torch.Tensor) -> torch.Tensor:
         """Manage the operand."""
@@ -65,7 +66,24 @@ class SpilledBackward(Spilled, Backward):
         yield
 
 
-class FirstTriesFail(Managed):
+class _InTask(Managed):
+    """Can be in a task."""
+
+    @contextlib.contextmanager
+    def task(self) -> Iterator[None]:
+        """Be in one."""
+        from managed_exec.devices import AcceleratorDevice
+        from managed_exec.managed_context import ManagedContext
+
+        context = ManagedContext([AcceleratorDevice(torch.device("sim", 0))], self._manager)
+        context.enter(0, 0, None)
+        try:
+            yield
+        finally:
+            context.leave()
+
+
+class FirstTriesFail(_InTask):
     """Every allocation fails the first time it is tried, in a task: where plain factories are run again too."""
 
     name = "first-tries"
@@ -74,17 +92,36 @@ class FirstTriesFail(Managed):
     def around_call(self, operands: list[torch.Tensor]) -> Iterator[None]:
         """Let allocations fail for the call."""
         from managed_exec import sim
-        from managed_exec.devices import AcceleratorDevice
-        from managed_exec.managed_context import ManagedContext
 
-        context = ManagedContext([AcceleratorDevice(torch.device("sim", 0))], self._manager)
-        context.enter(0, 0, None)
-        sim.faults.fail_first_tries()
-        try:
+        with self.task():
+            sim.faults.fail_first_tries()
+            try:
+                yield
+            finally:
+                sim.faults.clear()
+
+
+class PartlyManaged(_InTask, SpilledBackward):
+    """Small tensors are plain, large ones managed and spilled before the call and the backward pass, both in tasks."""
+
+    name = "partly-managed"
+    min_bytes = 64
+
+    def ready(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Manage what is large."""
+        return super().ready(tensor) if tensor.numel() * tensor.itemsize >= self.min_bytes else tensor
+
+    @contextlib.contextmanager
+    def around_call(self, operands: list[torch.Tensor]) -> Iterator[None]:
+        """Spill, in a task."""
+        with super().around_call(operands), self.task():
             yield
-        finally:
-            sim.faults.clear()
-            context.leave()
+
+    @contextlib.contextmanager
+    def around_backward(self, outputs: list[torch.Tensor]) -> Iterator[None]:
+        """Spill, in another task."""
+        with super().around_backward(outputs), self.task():
+            yield
 
 
 class Split(Managed):

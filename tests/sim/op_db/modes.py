@@ -174,6 +174,7 @@ MANAGED_MODES = {
     "spilled": f"{_MANAGED}:Spilled",
     "spilled-backward": f"{_MANAGED}:SpilledBackward",
     "first-tries": f"{_MANAGED}:FirstTriesFail",
+    "partly-managed": f"{_MANAGED}:PartlyManaged",
     "split": f"{_MANAGED}:Split",
 }
 
