@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import Kind, allocated_bytes, eventually
 
-from managed_exec import MemoryPolicy, current_task, sim
+from managed_exec import ManagedTensor, MemoryPolicy, current_task, manage, sim
 from managed_exec.errors import NotMovableError
 
 POLICY = MemoryPolicy(min_bytes=1024, wait_s=5)
@@ -177,6 +177,32 @@ def test_pass_from_a_small_loss_brings_back_what_is_spilled(simulator: Kind) -> 
 
     with simulator.pool(max_workers=1, memory=POLICY) as pool:
         assert pool.submit(gradient, "cuda").result(60) == pytest.approx(gradient("cpu"))
+
+
+@pytest.mark.parametrize(("device", "tier"), [("cuda", "host"), ("cpu", "disk")])
+def test_detached_in_a_pass_while_it_is_spilled(simulator: Kind, device: str, tier: str) -> None:
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: torch.Tensor, by: ManagedTensor) -> torch.Tensor:
+            ctx.by = by
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+            by = ctx.by.detach()
+            assert by.residency == ctx.by.residency == tier
+            return gradient * by[:3], None
+
+    def task() -> list[float]:
+        x = torch.ones(3, device=device, requires_grad=True)
+        by = manage(torch.arange(1024.0, device=device))
+        y = Scale.apply(x, by).sum()
+        by.spill(tier)
+        y.backward()
+        return x.grad.tolist()
+
+    with simulator.pool(max_workers=1, memory=MemoryPolicy(min_bytes=1024, spill=("host", "disk"))) as pool:
+        assert pool.submit(task).result(60) == [0, 1, 2]
 
 
 def test_gradient_of_zeros_that_have_no_memory(simulator: Kind) -> None:

@@ -71,12 +71,12 @@ class AdoptingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             return ManagedTensor.dispatch(func, args, kwargs or {}, self._adopts)
 
     def _adopts(self, tensor: torch.Tensor) -> bool:
-        """Return whether *tensor*, new or a view, is on a device and worth a record."""
-        if tensor.is_cpu or tensor.layout is not torch.strided:
+        """Return whether *tensor*, new or a view, is on a device and worth a record, or of a storage that has one."""
+        if tensor.layout is not torch.strided:
             return False
         storage = tensor.untyped_storage()
         n_bytes = storage.nbytes()
-        if n_bytes == 0:  # one that is not on its device, where detaching, which needs no byte, has left it
+        if n_bytes == 0 or tensor.is_cpu:  # spilled, and detached, which needs no byte; or managed by hand
             return self._manager.table.has_record(storage)
         # Zeros that autograd has not written down have no memory, whatever their storage says.
         return n_bytes >= self._manager.policy.smallest_bytes and not tensor._is_zerotensor()
