@@ -9,6 +9,7 @@ Times are seconds of ``time.perf_counter()``; bytes are those of storages.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -128,7 +129,9 @@ class Hooks:
         for key, hook in self.hooks.copy().items():
             try:
                 hook(event)
-            except BaseException:  # noqa: BLE001 whatever it is, the work it was told of goes on
+            except BaseException as error:  # whatever it is, the work it was told of goes on
+                if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                    raise  # the user wants the program to end, and it was here by chance
                 self.remove(key)
                 _log.exception("hook %r failed on %r and is called no more", hook, event)
 

@@ -10,7 +10,16 @@ import torch
 from conftest import Kind
 
 from managed_exec import manage, sim
-from managed_exec.events import CallMigrated, Event, Hooks, TensorMoved, logging_hook
+from managed_exec.events import (
+    CallMigrated,
+    Event,
+    Hooks,
+    TaskFinished,
+    TaskStarted,
+    TaskSubmitted,
+    TensorMoved,
+    logging_hook,
+)
 from managed_exec.memory.manager import configure
 from managed_exec.memory.policy import MemoryPolicy
 
@@ -49,6 +58,21 @@ class TestHooks:
         assert (len(calls), len(seen)) == (1, 2)
         assert [record.levelno for record in caplog.records] == [logging.ERROR]
         assert "failing" in caplog.text
+
+    def test_interrupt_of_the_program_is_not_the_hook_s(self, kind: Kind) -> None:
+        presses, seen = [KeyboardInterrupt], []
+
+        def interrupted(event: Event) -> None:
+            seen.append(event)
+            if presses:
+                raise presses.pop()
+
+        with kind.pool(max_workers=1, hooks=[interrupted]) as pool:
+            with pytest.raises(KeyboardInterrupt):
+                pool.submit(seen.append, "the task")
+            assert pool.submit(int).result(60) == 0
+        assert "the task" not in seen
+        assert [type(event) for event in seen] == [TaskSubmitted, TaskSubmitted, TaskStarted, TaskFinished]
 
     @pytest.mark.parametrize("equal", [True, ValueError("cannot be compared")], ids=["equal", "raises"])
     def test_hooks_are_not_compared(self, equal: object) -> None:

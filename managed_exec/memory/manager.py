@@ -305,24 +305,25 @@ class MemoryManager:
         self.run(_Export(record, reason, self.table.lock))
 
     def statistics(self) -> MemoryStatistics:
-        """Return what was moved so far and what is where now."""
-        # By device, whose name is made once: the lock is on the way of every kernel.
+        """Return what was moved so far and what is where now; what moves meanwhile is in neither place."""
+        # By device, whose name is made once. The lock is on the way of every kernel and there may be many records, so
+        # it is not taken for them: a look at one field of each tells where its bytes are.
         managed: Counter[torch.device] = Counter()
         pinned: Counter[torch.device] = Counter()
         away: dict[torch.device, Counter[str]] = {}
         owners: set[Owner] = set()
+        for record in self.table.each():
+            residency = record.residency
+            if residency in IN_A_TIER:
+                away.setdefault(record.device, Counter())[residency.value] += record.n_bytes
+            elif residency is Residency.RESIDENT or residency is Residency.LEAVING:
+                managed[record.device] += record.n_bytes
+                if record.pins:
+                    pinned[record.device] += record.n_bytes
+            if record.owner is not None:
+                owners.add(record.owner)
         mover = self._mover
         with self.table.lock:
-            for record in self.table.live():
-                device = record.device
-                if record.copy is None:
-                    managed[device] += record.n_bytes
-                    if record.pins:
-                        pinned[device] += record.n_bytes
-                elif record.residency in IN_A_TIER:
-                    away.setdefault(device, Counter())[record.residency.value] += record.n_bytes
-                if record.owner is not None:
-                    owners.add(record.owner)
             return MemoryStatistics(
                 dict(mover.spilled_bytes),
                 dict(mover.spilled_count),

@@ -6,7 +6,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -147,7 +147,14 @@ class RecordTable:
 
     def live(self) -> list[Record]:
         """Return all records. The lock is held."""
-        return [record for reference in list(self._records.values()) if (record := reference()) is not None]
+        return list(self.each())
+
+    def each(self) -> Iterator[Record]:
+        """Yield the records that there are now, one at a time: none is kept alive for long. Needs no lock."""
+        for reference in list(self._records.values()):
+            record = reference()
+            if record is not None:
+                yield record
 
     def movable(self) -> list[Record]:
         """Return the resident records that could be spilled now, least recently used first."""
