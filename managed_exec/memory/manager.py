@@ -27,7 +27,7 @@ from managed_exec.memory.mover import NOT_RESIDENT, TIERS_FULL, Mover
 from managed_exec.memory.ordering import order_streams
 from managed_exec.memory.owner import Owner
 from managed_exec.memory.policy import MemoryPolicy
-from managed_exec.memory.record import IN_A_TIER, Record, Residency
+from managed_exec.memory.record import IN_A_TIER, RESIDENT, Record, Residency
 from managed_exec.memory.relief import NoRoom, Relief
 from managed_exec.memory.statistics import MemoryStatistics
 from managed_exec.memory.table import RecordTable
@@ -141,7 +141,7 @@ class MemoryManager:
 
     def _spilled(self) -> int:
         with self.table.lock:
-            return sum(record.residency is not Residency.RESIDENT for record in self.table.live())
+            return sum(record.residency is not RESIDENT for record in self.table.live())
 
     # -- kernels ----------------------------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class MemoryManager:
         """Return whether *records*, which a kernel in flight reads, are resident; have its stream wait for writers."""
         table = self.table
         for record in records:
-            if record.residency is not Residency.RESIDENT:
+            if record.residency is not RESIDENT:
                 return False
             record.last_use = table.tick()
             if record.in_streams and record.writer != current_stream(record.device):
@@ -176,7 +176,7 @@ class MemoryManager:
         table.take_off(records)
         try:
             for record in records:
-                if record.residency is not Residency.RESIDENT:
+                if record.residency is not RESIDENT:
                     break
                 record.last_use = table.tick()
             else:
@@ -210,7 +210,7 @@ class MemoryManager:
         with self.table.lock:
             self.table.wait_settled(record)
             record.last_use = self.table.tick()
-            if record.residency is Residency.RESIDENT:
+            if record.residency is RESIDENT:
                 marked.append(record)
                 return True
             back_to, record.residency = record.residency, Residency.RETURNING
@@ -225,7 +225,7 @@ class MemoryManager:
 
         So a spilled tensor is read without bringing it back, also if its device broke or has no room.
         """
-        if record.residency is Residency.RESIDENT or record.device == device:
+        if record.residency is RESIDENT or record.device == device:
             return None
         with self.table.lock:
             self.table.wait_settled(record)
@@ -256,7 +256,7 @@ class MemoryManager:
             with self.table.lock:
                 self.table.wait_settled(record)
                 where = record.residency
-            if where is not Residency.RESIDENT:
+            if where is not RESIDENT:
                 if tier is None or where is self._mover.tiers[tier].residency:
                     return
                 if where is Residency.PEER and self._mover.sink(record, names):
@@ -307,19 +307,18 @@ class MemoryManager:
     def statistics(self) -> MemoryStatistics:
         """Return what was moved so far and what is where now; what moves meanwhile is in neither place."""
         # By device, whose name is made once. The lock is on the way of every kernel and there may be many records, so
-        # it is not taken for them: a look at one field of each tells where its bytes are.
+        # it is not taken for them.
         managed: Counter[torch.device] = Counter()
         pinned: Counter[torch.device] = Counter()
         away: dict[torch.device, Counter[str]] = {}
         owners: set[Owner] = set()
         for record in self.table.each():
-            residency = record.residency
-            if residency in IN_A_TIER:
-                away.setdefault(record.device, Counter())[residency.value] += record.n_bytes
-            elif residency is Residency.RESIDENT or residency is Residency.LEAVING:
+            if record.copy is None:
                 managed[record.device] += record.n_bytes
                 if record.pins:
                     pinned[record.device] += record.n_bytes
+            elif (residency := record.residency) in IN_A_TIER:
+                away.setdefault(record.device, Counter())[residency.value] += record.n_bytes
             if record.owner is not None:
                 owners.add(record.owner)
         mover = self._mover

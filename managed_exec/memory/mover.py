@@ -28,7 +28,7 @@ from managed_exec.errors import TensorLostError, TierFullError
 from managed_exec.events import Hooks, TensorMoved
 from managed_exec.memory.limits import Limits
 from managed_exec.memory.policy import MemoryPolicy
-from managed_exec.memory.record import Record, Residency
+from managed_exec.memory.record import RESIDENT, Record, Residency
 from managed_exec.memory.table import RecordTable
 from managed_exec.memory.tiers import Copy, DiskTier, HostTier, PeerTier, Tier
 from managed_exec.memory.transfer import (
@@ -72,12 +72,12 @@ class Mover:
             None if one did; else what was in the way, ``NOT_RESIDENT`` and ``TIERS_FULL`` among it.
         """
         with self._table.lock:
-            if record.residency is not Residency.RESIDENT:
+            if record.residency is not RESIDENT:
                 return NOT_RESIDENT
             record.residency = Residency.LEAVING  # before the kernels are looked at, see ``RecordTable.take_off``
             obstacle = self._table.obstacle(record)
             if obstacle is not None:
-                self._settle(record, Residency.RESIDENT)
+                self._settle(record, RESIDENT)
                 return obstacle
         copied: tuple[str, Copy] | None = None
         moved = False
@@ -99,7 +99,7 @@ class Mover:
         finally:
             if not moved:
                 with self._table.lock:
-                    self._settle(record, Residency.RESIDENT)
+                    self._settle(record, RESIDENT)
                 if copied is not None:
                     self.tiers[copied[0]].release(copied[1])
         if moved and copied is not None:
@@ -202,7 +202,7 @@ class Mover:
                     if record.owner is not None:
                         record.owner.moved_bytes[f"unspilled {back_to.value}"] += record.n_bytes
                     marked.append(record)
-                self._settle(record, Residency.RESIDENT if filled else back_to)
+                self._settle(record, RESIDENT if filled else back_to)
         if release is not None:
             release()
         self._tell("unspilled", record, back_to.value, started_s)

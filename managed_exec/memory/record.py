@@ -58,6 +58,7 @@ class Residency(enum.Enum):
     RETURNING = "returning"  # being copied back, by one thread; back to where it was if that fails
 
 
+RESIDENT = Residency.RESIDENT  # for what looks at each operand: Python 3.11 is slow to find it in the class
 MOVING = frozenset({Residency.LEAVING, Residency.SINKING, Residency.RETURNING})
 IN_A_TIER = frozenset({Residency.PEER, Residency.HOST, Residency.DISK})  # and nowhere else, nor on its way
 ON_DEVICE = frozenset({Residency.RESIDENT, Residency.LEAVING, Residency.RETURNING})  # the storage has its memory

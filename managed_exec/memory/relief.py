@@ -23,7 +23,7 @@ from managed_exec.memory.mover import TIERS_FULL, Mover
 from managed_exec.memory.owner import Owner
 from managed_exec.memory.policy import MemoryPolicy
 from managed_exec.memory.pressure import Turns
-from managed_exec.memory.record import MOVING, ON_DEVICE, Record, Residency
+from managed_exec.memory.record import MOVING, ON_DEVICE, RESIDENT, Record, Residency
 from managed_exec.memory.report import no_room_text
 from managed_exec.memory.table import RecordTable
 
@@ -236,7 +236,7 @@ class Relief:
         with self._table.lock:
             busy = self._table.in_use()
             for record in self._table.live():
-                is_there = record.device in room and record.residency is Residency.RESIDENT
+                is_there = record.device in room and record.residency is RESIDENT
                 if is_there and self._table.obstacle(record, busy) is None:
                     room[record.device] += record.n_bytes
         target = max(room, key=lambda device: room[device], default=request.device)
@@ -257,7 +257,7 @@ class Relief:
                     candidates.append((0, record.last_use, i, record))
                 elif (
                     record.device == request.device
-                    and record.residency is Residency.RESIDENT
+                    and record.residency is RESIDENT
                     and record not in request.operands
                     and self._table.obstacle(record, busy) is None
                 ):
@@ -300,7 +300,7 @@ class Relief:
                 others = [r for r in others if r.residency in ON_DEVICE]
                 movable = [r for r in others if r not in unplaced]
                 busy = self._table.in_use()
-                if any(r.residency is Residency.RESIDENT and self._table.obstacle(r, busy) is None for r in movable):
+                if any(r.residency is RESIDENT and self._table.obstacle(r, busy) is None for r in movable):
                     return True
                 waited_for = self._table.in_use_elsewhere()
                 in_flight = any(r in waited_for or r.residency in MOVING for r in others)

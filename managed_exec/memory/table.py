@@ -15,7 +15,7 @@ import torch
 from managed_exec.future import TaskFuture
 from managed_exec.memory import owner as ownership
 from managed_exec.memory.owner import Owner
-from managed_exec.memory.record import MOVING, Record, Residency
+from managed_exec.memory.record import MOVING, RESIDENT, Record
 
 
 class RecordTable:
@@ -160,7 +160,7 @@ class RecordTable:
         """Return the resident records that could be spilled now, least recently used first."""
         with self.lock:
             busy = self.in_use()
-            found = [r for r in self.live() if r.residency is Residency.RESIDENT and self.obstacle(r, busy) is None]
+            found = [r for r in self.live() if r.residency is RESIDENT and self.obstacle(r, busy) is None]
         return sorted(found, key=lambda record: record.last_use)
 
 

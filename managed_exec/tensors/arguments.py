@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
-from managed_exec.memory.record import Residency
+from managed_exec.memory.record import RESIDENT
 from managed_exec.tensors.managed import ManagedTensor
 
 _MAX_LOOKED_AT = 512
@@ -76,4 +76,4 @@ def _look_at(value: Any, found: dict[torch.device, int], pending: list[Any]) -> 
 def _place_of(tensor: torch.Tensor) -> torch.device:
     record = tensor._record if isinstance(tensor, ManagedTensor) else None
     # Read without the table's lock: it may be on its way, and this is a hint.
-    return tensor.device if record is None or record.residency is Residency.RESIDENT else _CPU
+    return tensor.device if record is None or record.residency is RESIDENT else _CPU
