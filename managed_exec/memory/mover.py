@@ -39,6 +39,7 @@ from managed_exec.memory.transfer import (
     free_storage,
     whole,
 )
+from managed_exec.memory.unseen import unseen
 from managed_exec.sizes import format_bytes
 
 _log = logging.getLogger(__name__)
@@ -84,7 +85,8 @@ class Mover:
         started_s = time.perf_counter()
         try:
             after = (record.writer, *record.readers)
-            copied = self._copied(record, whole(record.storage), after, names)
+            with unseen():
+                copied = self._copied(record, whole(record.storage), after, names)
             with self._table.lock:
                 # Somebody may have made a plain alias, pinned it or exported its memory while the copy was made.
                 obstacle = TIERS_FULL if copied is None else self._table.obstacle(record)
@@ -116,7 +118,8 @@ class Mover:
         released: Callable[[], object] | None = None
         started_s = time.perf_counter()
         try:
-            copied = self._copied(record, record.copy.bytes, (), [name for name in names if name != "peer"])
+            with unseen():
+                copied = self._copied(record, record.copy.bytes, (), [name for name in names if name != "peer"])
         finally:
             with self._table.lock:
                 if copied is None:
@@ -185,7 +188,8 @@ class Mover:
         release = None
         started_s = time.perf_counter()
         try:
-            _fill(record, back_to)
+            with unseen():
+                _fill(record, back_to)
             filled = True
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)

@@ -20,6 +20,7 @@ from torch._C import _storage_Use_Count
 
 from managed_exec.devices import current_stream
 from managed_exec.memory.owner import Owner
+from managed_exec.memory.unseen import unseen
 
 _CPU = torch.device("cpu")  # a storage there has no index; comparing is a fifth of asking for the type
 
@@ -36,9 +37,10 @@ def _storage_references() -> int:
 
     Measured once, for whether torch itself has a reference to the object depends on its version.
     """
-    tensor = torch.empty(1, device="cpu")
-    holder = _Holder()
-    holder.storage = tensor.untyped_storage()
+    with unseen():
+        tensor = torch.empty(1, device="cpu")
+        holder = _Holder()
+        holder.storage = tensor.untyped_storage()
     return sys.getrefcount(holder.storage)
 
 

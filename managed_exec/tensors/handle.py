@@ -163,8 +163,9 @@ class Handle(torch.Tensor):
             # A mode that has declined managed operands and is on while the kernel gets plain ones knows its results.
             return result if _len_torch_dispatch_stack() else cls._wrap(result, keeper, owner, adopts, written)
 
-        # Detaching looks at no byte, so nothing has to be there.
-        return OperatorCall(func, args, kwargs, [] if func is _DETACH else records, about, adopt)
+        if func is _DETACH and not _len_torch_dispatch_stack():
+            records = []  # it looks at no byte, so nothing has to be there; but what is not adopted must stay
+        return OperatorCall(func, args, kwargs, records, about, adopt)
 
     @classmethod
     def adopted(
