@@ -75,8 +75,7 @@ class AdoptingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if tensor.layout is not torch.strided:
             return False
         storage = tensor.untyped_storage()
-        n_bytes = storage.nbytes()
-        if n_bytes == 0 or tensor.is_cpu:  # spilled, and detached, which needs no byte; or managed by hand
-            return self._manager.table.has_record(storage)
         # Zeros that autograd has not written down have no memory, whatever their storage says.
-        return n_bytes >= self._manager.policy.smallest_bytes and not tensor._is_zerotensor()
+        if storage.nbytes() >= self._manager.policy.smallest_bytes and not (tensor.is_cpu or tensor._is_zerotensor()):
+            return True
+        return self._manager.table.has_record(storage)  # which may be anywhere, for detaching needs no byte
