@@ -125,15 +125,24 @@ class Hooks:
         self.hooks.pop(key, None)
 
     def emit(self, event: Event) -> None:
-        """Call every hook with *event*. No lock is held."""
+        """Call every hook with *event*. No lock is held.
+
+        Raises:
+            KeyboardInterrupt: in the main thread, once all were called: the user wants the program to end, and a hook
+                was where it happened to be.
+        """
+        interrupt: KeyboardInterrupt | None = None
         for key, hook in self.hooks.copy().items():
             try:
                 hook(event)
-            except BaseException as error:  # whatever it is, the work it was told of goes on
+            except BaseException as error:  # noqa: BLE001 whatever it is, the work it was told of goes on
                 if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-                    raise  # the user wants the program to end, and it was here by chance
+                    interrupt = error
+                    continue
                 self.remove(key)
                 _log.exception("hook %r failed on %r and is called no more", hook, event)
+        if interrupt is not None:
+            raise interrupt
 
 
 def logging_hook(logger: logging.Logger | None = None, level: int = logging.INFO) -> Hook:

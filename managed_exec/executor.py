@@ -227,7 +227,11 @@ class GPUPoolExecutor(ThreadPoolExecutor):
         task.future.watcher = self._watchdog
         is_told = self._hooks.hooks and not (self._broken or self._shutdown or stock._shutdown)
         if is_told:
-            self._hooks.emit(TaskSubmitted(task.id, task.name, task.submitted_s))
+            try:
+                self._hooks.emit(TaskSubmitted(task.id, task.name, task.submitted_s))
+            except KeyboardInterrupt as interrupt:
+                tell_not_run(self._hooks, task, interrupt, threading.current_thread().name)
+                raise
         refusal: RuntimeError | None = None
         with self._shutdown_lock, stock._global_shutdown_lock:
             if self._broken:

@@ -60,19 +60,21 @@ class TestHooks:
         assert "failing" in caplog.text
 
     def test_interrupt_of_the_program_is_not_the_hook_s(self, kind: Kind) -> None:
-        presses, seen = [KeyboardInterrupt], []
+        presses, seen, others = [KeyboardInterrupt], [], []
 
         def interrupted(event: Event) -> None:
             seen.append(event)
             if presses:
                 raise presses.pop()
 
-        with kind.pool(max_workers=1, hooks=[interrupted]) as pool:
+        with kind.pool(max_workers=1, hooks=[interrupted, others.append]) as pool:
             with pytest.raises(KeyboardInterrupt):
-                pool.submit(seen.append, "the task")
+                pool.submit(others.append, "the task")
             assert pool.submit(int).result(60) == 0
-        assert "the task" not in seen
-        assert [type(event) for event in seen] == [TaskSubmitted, TaskSubmitted, TaskStarted, TaskFinished]
+        assert "the task" not in others
+        kinds = [TaskSubmitted, TaskFinished, TaskSubmitted, TaskStarted, TaskFinished]
+        assert [type(event) for event in seen] == [type(event) for event in others] == kinds
+        assert isinstance(seen[1].error, KeyboardInterrupt)
 
     @pytest.mark.parametrize("equal", [True, ValueError("cannot be compared")], ids=["equal", "raises"])
     def test_hooks_are_not_compared(self, equal: object) -> None:

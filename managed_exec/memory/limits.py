@@ -20,7 +20,7 @@ class Limits:
 
     def __init__(self) -> None:
         self.policy = MemoryPolicy()
-        self._lock = threading.Lock()  # guards the two below; a leaf
+        self._lock = threading.RLock()  # guards the two below; a leaf, and reentrant, as the collector may spill
         # Bytes that may be used and bytes there are; in the order in which pools came with the devices.
         self._limits: dict[torch.device, tuple[int, int]] = {}
         self._withdrawn: set[torch.device] = set()  # those found broken, until a pool comes with them again

@@ -213,6 +213,7 @@ class MemoryManager:
             if record.residency is RESIDENT:
                 marked.append(record)
                 return True
+            record.moved_by = threading.get_ident()
             back_to, record.residency = record.residency, Residency.RETURNING
         try:
             self._mover.finish_return(record, back_to, marked)

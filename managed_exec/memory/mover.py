@@ -14,6 +14,7 @@ L. The storage is emptied only after its copy is complete, and a copy dropped on
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import traceback
 import weakref
@@ -75,6 +76,7 @@ class Mover:
         with self._table.lock:
             if record.residency is not RESIDENT:
                 return NOT_RESIDENT
+            record.moved_by = threading.get_ident()
             record.residency = Residency.LEAVING  # before the kernels are looked at, see ``RecordTable.take_off``
             obstacle = self._table.obstacle(record)
             if obstacle is not None:
@@ -113,6 +115,7 @@ class Mover:
         with self._table.lock:
             if record.residency is not Residency.PEER:
                 return False
+            record.moved_by = threading.get_ident()
             record.residency = Residency.SINKING
         copied: tuple[str, Copy] | None = None
         released: Callable[[], object] | None = None

@@ -71,6 +71,7 @@ class Record:
 
     # One is made for each new storage, so what nearly all have in common is said here and not set.
     residency = Residency.RESIDENT  # read without the lock too, see ``RecordTable.in_use``
+    moved_by = 0  # the identifier of the thread that moves it, or did so last
     pins = 0
     immovable: str | None = None  # why the storage must not move any more, once it was exported
     last_use = 0  # needs no lock: a hint

@@ -131,8 +131,17 @@ class RecordTable:
         return any(self._thread.flights.records)
 
     def wait_settled(self, record: Record) -> None:
-        """Wait until *record* is not on its way anywhere; whoever moves it says so. The lock is held."""
+        """Wait until *record* is not on its way anywhere; whoever moves it says so. The lock is held.
+
+        Raises:
+            RuntimeError: the calling thread moves it, and has been interrupted by code that uses it.
+        """
         while record.residency in MOVING:
+            if record.moved_by == threading.get_ident():
+                raise RuntimeError(
+                    "a finalizer or signal handler used a managed tensor in the middle of its own move, in the thread "
+                    "that makes it; have such code use no managed tensors, or plain copies of them"
+                )
             self.changed.wait()
 
     def obstacle(self, record: Record, in_use: Collection[Record] | None = None) -> str | None:

@@ -9,6 +9,7 @@ Locks: each tier's own guards its budget; a leaf. No copy runs under it.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import shutil
 import tempfile
@@ -147,10 +148,11 @@ class DiskTier:
     def __init__(self, directory: str | Path | None, limit_bytes: int | None) -> None:
         self._parent = Path(directory or tempfile.gettempdir())
         self._budget = _Budget("disk", limit_bytes)
-        self._lock = threading.Lock()  # guards the three below
+        # Guards the two below. Reentrant, like the budget's: the collector may run code that spills.
+        self._lock = threading.RLock()
         self._directory: Path | None = None
         self._pid = os.getpid()  # of the process that made the directory
-        self._names = 0
+        self._names = itertools.count(1)
 
     def allocate(self, n_bytes: int, home: torch.device) -> Copy:
         self._budget.take(n_bytes)
@@ -188,8 +190,7 @@ class DiskTier:
                 fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 weakref.finalize(self, _remove_directory, directory, lock_file, os.getpid())
                 self._directory, self._pid = directory, os.getpid()
-            self._names += 1
-            return self._directory / f"{self._names}"
+            return self._directory / f"{next(self._names)}"
 
 
 def _remove_directory(directory: Path, lock_file: object, pid: int) -> None:

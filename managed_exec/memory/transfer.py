@@ -7,7 +7,6 @@ No lock is held here.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 
 import torch
@@ -21,15 +20,14 @@ class CopyStreams:
     """One stream a device and direction, made on first use."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the dictionary; a leaf
+        # Changed in single steps, without a lock: the collector may begin another move while one is begun.
         self._streams: dict[tuple[torch.device, str], torch.Stream] = {}
 
     def get(self, device: torch.device, direction: str) -> torch.Stream:
-        with self._lock:
-            stream = self._streams.get((device, direction))
-            if stream is None:
-                stream = self._streams[device, direction] = torch.Stream(device)
-            return stream
+        stream = self._streams.get((device, direction))
+        if stream is None:
+            stream = self._streams.setdefault((device, direction), torch.Stream(device))
+        return stream
 
 
 def whole(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -72,7 +72,7 @@ class AdoptingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     def _adopts(self, tensor: torch.Tensor) -> bool:
         """Return whether *tensor*, new or a view, is on a device and worth a record, or of a storage that has one."""
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.is_nested:
             return False
         storage = tensor.untyped_storage()
         # Zeros that autograd has not written down have no memory, whatever their storage says.

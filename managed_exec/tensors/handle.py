@@ -190,8 +190,8 @@ class Handle(torch.Tensor):
     ) -> Any:
         """Return *result* with the tensors in it managed, but for *written*, which the kernel was given."""
         if type(result) is torch.Tensor:
-            if adopts is not None and not adopts(result):
-                return result
+            if result.is_nested or (adopts is not None and not adopts(result)):
+                return result  # torch ends the process over nested tensors of a class with a dispatch of its own
             if written and any(result is tensor for tensor in written):
                 return result
             managed = _make_subclass(cls, result)

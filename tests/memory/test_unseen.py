@@ -1,4 +1,7 @@
-"""Moves begin anywhere, also where modes and transforms are on: these see nothing of them, and do them no harm."""
+"""Moves begin anywhere, also where modes and transforms are on: these see nothing of them, and do them no harm.
+
+And anything may come in their middle: the collector and signals run code of the user's.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from managed_exec import ManagedTensor, MemoryPolicy, manage, sim
+from managed_exec.memory import mover
 from managed_exec.memory.manager import MemoryManager
 
 ELEMENTS = 2**18
@@ -136,3 +140,67 @@ def test_what_a_mode_leaves_to_it_is_there(small_device: MemoryManager) -> None:
     x.spill()
     traced = make_fx(lambda y: x.detach() + y)(torch.ones(1024, device="sim"))
     assert traced(torch.zeros(1024, device="sim")).tolist() == x.tolist()
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_other_tensors_are_used_in_the_middle_of_a_move(
+    small_device: MemoryManager, monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    values = torch.arange(1024.0)
+    x, other = manage(values.to("sim")), manage(values.to("sim"))
+    other.spill(tier)
+    read = []
+
+    def copy_out(*args: Any) -> None:
+        if not read:
+            read.append((other + 1).tolist())
+            other.spill(tier)
+        copied(*args)
+
+    copied = mover.copy_out
+    monkeypatch.setattr(mover, "copy_out", copy_out)
+    with Watching():
+        x.spill(tier)
+    assert read == [(values + 1).tolist()]
+    assert x.residency == other.residency == tier
+    assert torch.equal(x.cpu(), values)
+    assert torch.equal(other.cpu(), values)
+
+
+def test_tensor_is_used_in_the_middle_of_its_own_move(
+    small_device: MemoryManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the thread that moves it, which would wait for itself."""
+    x = manage(torch.arange(1024.0).to("sim"))
+    moves = []
+
+    def interrupted(move: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            for use in (lambda: x + 1, x.unspill, x.spill):
+                with pytest.raises(RuntimeError, match="in the middle of its own move"):
+                    use()
+            moves.append(move.__name__)
+            move(*args)
+
+        return call
+
+    for name in ("copy_out", "copy_in"):
+        monkeypatch.setattr(mover, name, interrupted(getattr(mover, name)))
+    assert x.spill("host").residency == "host"
+    assert x.unspill().residency == "device"
+    assert moves == ["copy_out", "copy_in"]
+    assert x.tolist() == list(range(1024))
+
+
+def test_strided_nested_tensors_stay_plain(simulator: Kind) -> None:
+    """Torch ends the process over those of a class with a dispatch of its own."""
+
+    def task() -> list[float]:
+        x = manage(torch.ones(64, 64, device="cuda")).requires_grad_()
+        nested = torch.nested.as_nested_tensor([x, x])
+        assert type(nested) is torch.Tensor
+        nested.to_padded_tensor(0.0).sum().backward()
+        return x.grad.unique().tolist()
+
+    with simulator.pool(max_workers=1, memory=MemoryPolicy(min_bytes=1024)) as pool:
+        assert pool.submit(task).result(60) == [2]
