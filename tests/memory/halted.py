@@ -12,6 +12,7 @@ import torch
 
 from managed_exec import sim
 from managed_exec.memory.manager import manager
+from managed_exec.memory.transfer import CopyStreams
 
 T = TypeVar("T")
 
@@ -33,6 +34,11 @@ def start(fn: Callable[..., T], *args: object) -> Future[T]:
 def out_stream(index: int = 0) -> torch.Stream:
     """Return the stream in which the manager copies from a device. Nothing public leads to it."""
     return manager()._mover._copy_streams.get(torch.device("sim", index), "out")
+
+
+def renew_copy_streams() -> None:
+    """Have the manager make new streams: those of a device are 32, handed out in turn, so old ones may be a task's."""
+    manager()._mover._copy_streams = CopyStreams()
 
 
 @contextmanager

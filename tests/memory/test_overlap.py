@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from conftest import Kind, eventually
-from halted import out_stream, start, stopped
+from halted import out_stream, renew_copy_streams, start, stopped
 
 from managed_exec import sim
 from managed_exec.memory.manager import MemoryManager, configure
@@ -30,7 +30,9 @@ ELEMENTS = 2**16  # of most tensors here: an eighth of a device
 def devices(simulator: Kind) -> MemoryManager:
     """The manager of two simulated devices of 2 MiB."""
     sim.enable(devices=2, memory=DEVICE_BYTES)
-    return configure(MemoryPolicy(min_bytes=1024, wait_s=WAIT_S))
+    made = configure(MemoryPolicy(min_bytes=1024, wait_s=WAIT_S))
+    renew_copy_streams()
+    return made
 
 
 def on_device(value: float, index: int = 0, elements: int = ELEMENTS) -> ManagedTensor:
