@@ -42,12 +42,13 @@ class TaskStarted:
 
 @dataclass(frozen=True)
 class TaskRetried:
-    """A run of a task has ended out of memory, and it waits to run again."""
+    """A run of a task is over, and it runs again: at once, or when there is a device for it alone."""
 
     task_id: int
     name: str
     worker: str
     at_s: float
+    reason: Literal["out of memory", "process lost"]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """``gpu_task``: what a function's tasks ask of the pool that runs them.
 
-The function stays an ordinary callable, and its own keywords are never taken away: options live on the function.
+What it returns is an ordinary function with the signature of the one it was given, and no keyword is taken from it.
+Options live on it alone: the same function can be a task of several kinds, for several threads.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextvars import Context
 from dataclasses import dataclass, fields, replace
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, cast, overload
 
 import torch
@@ -21,7 +22,6 @@ from managed_exec.sizes import parse_bytes
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R_co = TypeVar("R_co", covariant=True)
-F = TypeVar("F", bound=Callable[..., Any])
 
 DeviceChoice: TypeAlias = "int | str | torch.device | Callable[[torch.device], bool]"
 OnOom: TypeAlias = Literal["raise", "retry", "cpu"]
@@ -146,7 +146,7 @@ class GpuTask(Protocol[P, R_co]):
 
 
 @overload
-def gpu_task(fn: F, /) -> F: ...
+def gpu_task(fn: Callable[P, R_co], /) -> GpuTask[P, R_co]: ...
 @overload
 def gpu_task(
     *,
@@ -158,32 +158,19 @@ def gpu_task(
     on_oom: OnOom = "raise",
 ) -> Callable[[Callable[P, R_co]], GpuTask[P, R_co]]: ...
 def gpu_task(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
-    """Mark a function as a task, with or without options. It stays the ordinary callable it was.
+    """Return a function that does what *fn* does and says what its tasks need; *fn* itself stays as it is.
 
     Args:
-        fn: the function.
+        fn: the function, or whatever else can be called; of a class, a function that makes an instance.
         options: see ``TaskOptions``. ``function.options(...)`` returns a variant for one call; of a method, it is
             ``Class.method.options(...)``, and the instance is the first argument.
 
     Raises:
-        TypeError: what is decorated is not callable, or cannot carry options; or an option is of the wrong type.
+        TypeError: what is decorated cannot be called, or is a class; or an option is of the wrong type.
         ValueError: an option is out of range.
     """
     _check_names(options)
-    checked = TaskOptions(**options)
-
-    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
-        if not callable(function):
-            raise TypeError(f"gpu_task: expected a callable, got {function!r}; options are keywords")
-        try:
-            _attach(function, checked)
-        except (AttributeError, TypeError):
-            if options:
-                raise TypeError(
-                    f"gpu_task: {function!r} cannot carry options; wrap it in a function, or a lambda"
-                ) from None
-        return function
-
+    mark = functools.partial(_with_options, TaskOptions(**options))
     return mark if fn is None else mark(fn)
 
 
@@ -213,18 +200,40 @@ def called_by(function: functools.partial[Any]) -> Callable[..., Any]:
     return inner
 
 
-def _attach(function: Callable[..., Any], options: TaskOptions) -> None:
+def name_of(function: Any) -> str:
+    """Return the name of what *function* calls in the end; that of its class where it has none."""
+    while isinstance(function, functools.partial):
+        function = called_by(function)
+    try:
+        return str(function.__qualname__)
+    except Exception:  # noqa: BLE001 many callables have no name, and what is the user's may raise anything
+        return type(function).__qualname__
+
+
+def _with_options(options: TaskOptions, function: Any) -> Any:
+    if isinstance(function, (staticmethod, classmethod)):
+        return type(function)(_with_options(options, function.__func__))
     if isinstance(function, type):
-        raise TypeError("a class would pass its options on to its instances")
-    setattr(function, _ATTRIBUTE, options)
-    function.options = functools.partial(_variant, function)  # type: ignore[attr-defined]  # a function takes any
+        raise TypeError(f"gpu_task: {function!r} is a class, and stays one; mark a function that makes an instance")
+    if not callable(function):
+        raise TypeError(f"gpu_task: expected a callable, got {function!r}; options are keywords")
+
+    def task(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        finally:
+            del args, kwargs  # or the traceback of an error would keep them
+
+    # Of an object that can be called, its attributes are none of the function's.
+    updated = functools.WRAPPER_UPDATES if isinstance(function, FunctionType) else ()
+    functools.update_wrapper(task, function, updated=updated)
+    task.__qualname__ = name_of(function)
+    setattr(task, _ATTRIBUTE, options)
+    # Refers to the function and not to the task: a cycle would keep what a lambda closes over until it is collected.
+    task.options = functools.partial(_variant, function, options)  # type: ignore[attr-defined]  # a function takes any
+    return task
 
 
-def _variant(function: Callable[P, R_co], /, **changes: Any) -> GpuTask[P, R_co]:
-    @functools.wraps(function)
-    def variant(*args: P.args, **kwargs: P.kwargs) -> R_co:
-        return function(*args, **kwargs)
-
+def _variant(function: Any, options: TaskOptions, /, **changes: Any) -> Any:
     _check_names(changes)
-    _attach(variant, replace(options_of(function), **changes))
-    return cast("GpuTask[P, R_co]", variant)
+    return _with_options(replace(options, **changes), function)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from contextvars import Context
 from time import perf_counter
@@ -14,7 +13,7 @@ import torch
 from managed_exec.context import current_context
 from managed_exec.future import Stop, TaskFuture
 from managed_exec.inheritance import SubmitterModes, SubmitterStreams
-from managed_exec.options import ANY, NO_OPTIONS, Need, TaskOptions, called_by
+from managed_exec.options import ANY, NO_OPTIONS, Need, TaskOptions, name_of
 
 
 class Task:
@@ -76,16 +75,6 @@ class Task:
     def drop_call(self) -> None:
         """Let go of the function and its arguments."""
         self.fn = self.args = self.kwargs = self.context = None
-
-
-def name_of(function: Any) -> str:
-    """Return the name of what *function* calls in the end; that of its class where it has none."""
-    while isinstance(function, functools.partial):
-        function = called_by(function)
-    try:
-        return str(function.__qualname__)
-    except Exception:  # noqa: BLE001 many callables have no name, and what is the user's may raise anything
-        return type(function).__qualname__
 
 
 class _Facts(NamedTuple):

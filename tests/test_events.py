@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
-from conftest import Kind
+from conftest import Kind, eventually
 
 from managed_exec import manage, sim
 from managed_exec.events import (
@@ -75,6 +76,26 @@ class TestHooks:
         kinds = [TaskSubmitted, TaskFinished, TaskSubmitted, TaskStarted, TaskFinished]
         assert [type(event) for event in seen] == [type(event) for event in others] == kinds
         assert isinstance(seen[1].error, KeyboardInterrupt)
+
+    def test_interrupt_leaves_no_task_that_was_to_be_cancelled(self, kind: Kind) -> None:
+        presses, seen, go = list[type[BaseException]](), list[Event](), threading.Event()
+
+        def interrupted(event: Event) -> None:
+            seen.append(event)
+            if presses:
+                raise presses.pop()
+
+        with kind.pool(max_workers=1, hooks=[interrupted]) as pool:
+            running = pool.submit(go.wait, 60)
+            assert eventually(running.running)
+            waiting = [pool.submit(int) for _ in range(3)]
+            presses.append(KeyboardInterrupt)
+            with pytest.raises(KeyboardInterrupt):
+                pool.shutdown(cancel_futures=True)
+            assert all(future.cancelled() for future in waiting)
+            go.set()
+            assert running.result(60)
+        assert [event.task_id for event in seen if isinstance(event, TaskFinished)] == [1, 2, 3, 0]
 
     @pytest.mark.parametrize("equal", [True, ValueError("cannot be compared")], ids=["equal", "raises"])
     def test_hooks_are_not_compared(self, equal: object) -> None:

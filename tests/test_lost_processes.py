@@ -24,6 +24,7 @@ from processes import WAIT_S, lane_pids, nothing_left_by_processes, wait_for
 
 from managed_exec import GPUPoolExecutor, current_task, gpu_task, sim
 from managed_exec.errors import TaskCancelledError, TaskTimeoutError, WorkerLostError
+from managed_exec.events import Event, TaskFinished, TaskRetried, TaskStarted, TaskSubmitted
 from managed_exec.scheduling import watchdog
 
 pytestmark = pytest.mark.timeout(400)
@@ -196,6 +197,33 @@ class TestLost:
         assert "SIGKILL (exit code -9; the system does that when main memory runs out)" in str(error)
         assert (tmp_path / "runs").read_text() == "xx"
         assert pool.submit(gpu_task(retries=1)(die_once), tmp_path / "runs", "SIGKILL", 3).result(WAIT_S) == 4
+
+    def test_each_run_is_told(self, pool: GPUPoolExecutor, tmp_path: Path) -> None:
+        seen: list[Event] = []
+        key = pool._hooks.add(seen.append)
+        future = pool.submit(gpu_task(retries=2)(die_once), tmp_path / "runs", "SIGKILL", 2)
+        assert future.result(WAIT_S) == 3
+        pool._hooks.remove(key)
+        kinds = [TaskSubmitted, *[TaskStarted, TaskRetried] * 2, TaskStarted, TaskFinished]
+        assert [type(event) for event in seen] == kinds
+        starts = [event for event in seen if isinstance(event, TaskStarted)]
+        assert [start.attempt for start in starts] == [0, 1, 2]
+        assert {event.reason for event in seen if isinstance(event, TaskRetried)} == {"process lost"}
+        assert starts[2].at_s == seen[-1].started_s
+        assert future.receipt().retries == seen[-1].retries == 2
+        assert future.receipt().ran_s < seen[-1].at_s - starts[0].at_s, "of its last run"
+
+    def test_lost_on_the_cpu_after_it_was_out_of_memory(self, pool: GPUPoolExecutor, tmp_path: Path) -> None:
+        """The run on the CPU is not one of the retries."""
+
+        def task(runs: Path) -> str:
+            torch.ones(2**25, device="cuda")  # 128 MiB
+            die_once(runs)
+            return current_task().device.type
+
+        future = pool.submit(gpu_task(retries=1, on_oom="cpu")(task), tmp_path / "runs")
+        assert future.result(WAIT_S) == "cpu"
+        assert future.receipt().retries == 2
 
     def test_idle_one_is_replaced(self, pool: GPUPoolExecutor) -> None:
         before = pool.submit(gpu_task(device=0)(pid)).result(WAIT_S)

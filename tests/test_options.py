@@ -75,7 +75,7 @@ class TestMarking:
         assert options_of(functools.partial(variant, 1)) == options_of(variant)
         partial = functools.partial(variant, 1)
         assert options_of(gpu_task(priority=2)(partial)).priority == 2
-        assert options_of(functools.partial(partial)).priority == 2
+        assert options_of(functools.partial(partial)).priority == -1
 
     def test_partial_may_have_its_own(self) -> None:
         own = gpu_task(priority=7)(functools.partial(scaled, 1))
@@ -84,11 +84,14 @@ class TestMarking:
         assert options_of(own.options(device=1)) == TaskOptions(priority=7, device=1)
         assert options_of(scaled).priority == 3
 
-    @pytest.mark.parametrize("thing", [abs, dict, torch.add], ids=identity)
-    def test_what_cannot_carry_options(self, thing: Callable[..., object]) -> None:
-        assert gpu_task(thing) is thing
-        with pytest.raises(TypeError, match="cannot carry options; wrap it in a function"):
-            gpu_task(priority=1)(thing)
+    @pytest.mark.parametrize("thing", [abs, torch.neg], ids=identity)
+    def test_what_has_no_attributes(self, kind: Kind, thing: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        task = gpu_task(priority=1)(thing)
+        assert options_of(task).priority == 1
+        with kind.pool(max_workers=1) as pool:
+            future = pool.submit(task, torch.tensor(-3))
+            assert future.result(WAIT_S).abs() == 3
+        assert function_name(task) == function_name(thing)
 
     @pytest.mark.parametrize(
         ("options", "error"),

@@ -143,7 +143,8 @@ class TestReceipt:
         def too_large() -> torch.device:
             return ones(4 * MIB).device
 
-        with GPUPoolExecutor(1) as pool:
+        seen: list[Event] = []
+        with GPUPoolExecutor(1, hooks=[seen.append]) as pool:
             again = pool.submit(gpu_task(on_oom="retry", retries=2)(too_large))
             on_cpu = pool.submit(gpu_task(on_oom="cpu")(too_large))
             assert on_cpu.result(WAIT_S).type == "cpu"
@@ -152,6 +153,10 @@ class TestReceipt:
         assert again.receipt().reason == "alone there, after it had run out of memory"
         assert on_cpu.receipt().device == torch.device("cpu")
         assert "on_oom='cpu'" in on_cpu.receipt().reason
+        assert on_cpu.receipt().retries == 1
+        of_cpu = [event for event in seen if not isinstance(event, TensorMoved) and event.task_id == 1]
+        assert [type(event) for event in of_cpu] == [TaskSubmitted, TaskStarted, TaskRetried, TaskStarted, TaskFinished]
+        assert (of_cpu[2].reason, of_cpu[3].device, of_cpu[3].attempt) == ("out of memory", torch.device("cpu"), 1)
 
     def test_of_a_task_that_was_given_up(self, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(watchdog, "GRACE_S", 0.05)

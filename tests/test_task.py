@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
+import gc
 import threading
+import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 import torch
-from conftest import Kind, identity
+from conftest import Kind, eventually, identity
 
-from managed_exec import current_task, gpu_task
+from managed_exec import GPUPoolExecutor, current_task, gpu_task
+from managed_exec.options import TaskOptions, name_of, options_of
 from managed_exec.task import CurrentTask, Task
 
 WAIT_S = 30
@@ -41,12 +46,21 @@ class Solver:
     def of_class(cls, x: int) -> tuple[type, int]:
         return cls, x
 
+    @gpu_task(priority=1)
+    @staticmethod
+    def static_below(x: int) -> int:
+        return x
+
+    @gpu_task(priority=1)
+    @classmethod
+    def of_class_below(cls, x: int) -> tuple[type, int]:
+        return cls, x
+
 
 CALLABLES: dict[str, Callable[..., object]] = {
     "function": solve,
     "lambda": lambda: None,
     "builtin": abs,
-    "class": dict,
     "instance": Solver(),
     "partial": functools.partial(solve, 1),
     "bound method": Solver().method,
@@ -58,9 +72,16 @@ CALLABLES: dict[str, Callable[..., object]] = {
 class TestGpuTask:
     @pytest.mark.parametrize("form", CALLABLES)
     @pytest.mark.parametrize("mark", [gpu_task, gpu_task()], ids=["bare", "with parentheses"])
-    def test_stays_the_very_object(self, mark: Callable[..., object], form: str) -> None:
+    def test_what_is_marked_stays_as_it_is(self, mark: Callable[..., Any], form: str) -> None:
+        """Or a second mark, from another thread perhaps, would change what the first one has said."""
         function = CALLABLES[form]
-        assert mark(function) is function
+        before = dict(getattr(function, "__dict__", {}))
+        task = mark(function)
+        assert dict(getattr(function, "__dict__", {})) == before
+        assert task is not function
+        assert (task.__qualname__, task.__wrapped__) == (name_of(function), function)
+        assert not hasattr(task, "weight"), "what an object has is not the function's"
+        assert options_of(task.options(priority=1)).priority == 1
 
     def test_name_and_documentation(self) -> None:
         @gpu_task()
@@ -83,8 +104,51 @@ class TestGpuTask:
             assert pool.submit(solver.method, 1).result(WAIT_S) == (solver, 1)
             assert pool.submit(solver.static, 2).result(WAIT_S) == 2
             assert pool.submit(Solver.of_class, 3).result(WAIT_S) == (Solver, 3)
+            assert pool.submit(solver.static_below, 4).result(WAIT_S) == 4
+            assert pool.submit(solver.of_class_below, 5).result(WAIT_S) == (Solver, 5)
+        assert options_of(Solver.static_below).priority == options_of(solver.of_class_below).priority == 1
 
-    @pytest.mark.parametrize("thing", [3, "2GiB", [solve], classmethod(solve)], ids=identity)
+    def test_is_a_new_task_for_each_mark(self) -> None:
+        tasks = [gpu_task(priority=i)(solve) for i in range(3)]
+        assert [options_of(task).priority for task in tasks] == [0, 1, 2]
+        assert options_of(solve) == options_of(gpu_task(solve)) == TaskOptions()
+
+    def test_keeps_nothing_longer_than_a_function_does(self, kind: Kind) -> None:
+        """No cycle, and no frame of its own in a traceback, holds what a lambda closes over, or arguments."""
+
+        class Held:
+            pass
+
+        def submit(pool: GPUPoolExecutor) -> tuple[list[weakref.ref[Held]], Future[None]]:
+            closed_over, argument = Held(), Held()
+
+            def fails(x: Held) -> None:
+                del x
+                raise ValueError
+
+            task = gpu_task(priority=1)(lambda x: closed_over and None).options(priority=2)
+            assert pool.submit(task, argument).result(WAIT_S) is None
+            failed = pool.submit(gpu_task(priority=1)(fails), argument)
+            assert isinstance(failed.exception(WAIT_S), ValueError)
+            return [weakref.ref(closed_over), weakref.ref(argument)], failed
+
+        gc.disable()
+        try:
+            with kind.pool(max_workers=1) as pool:
+                held, failed = submit(pool)
+                assert eventually(lambda: [each() for each in held] == [None, None])
+            assert failed.done()
+        finally:
+            gc.enable()
+
+    @pytest.mark.parametrize("mark", [gpu_task, gpu_task()], ids=["bare", "with parentheses"])
+    def test_class_stays_one(self, mark: Callable[..., object]) -> None:
+        with pytest.raises(
+            TypeError, match=r"gpu_task: <class 'dict'> is a class, .* a function that makes an instance"
+        ):
+            mark(dict)
+
+    @pytest.mark.parametrize("thing", [3, "2GiB", [solve]], ids=identity)
     def test_what_cannot_be_called(self, thing: object) -> None:
         for mark in (gpu_task, gpu_task()):
             with pytest.raises(TypeError, match=r"gpu_task: expected a callable, got .*; options are keywords"):

@@ -17,11 +17,21 @@ from managed_exec.task import Task
 
 
 def cancel_waiting(tasks: TaskQueue, outcomes: Outcomes) -> None:
-    """Cancel the tasks that have not started. No more come, and no lock is held: callbacks run here."""
+    """Cancel the tasks that have not started. No more come, and no lock is held: callbacks run here.
+
+    Raises:
+        KeyboardInterrupt: of a hook, in the main thread, once all are cancelled. See ``Hooks.emit``.
+    """
     tasks.close()
+    interrupt: KeyboardInterrupt | None = None
     for task in _taken(tasks):
         task.future.cancel()
-        outcomes.note_cancelled(task, threading.current_thread().name)
+        try:
+            outcomes.note_cancelled(task, threading.current_thread().name)
+        except KeyboardInterrupt as raised:
+            interrupt = raised
+    if interrupt is not None:
+        raise interrupt
 
 
 def fail_waiting(tasks: TaskQueue, outcomes: Outcomes, reason: str) -> None:

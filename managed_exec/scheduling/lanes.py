@@ -122,12 +122,15 @@ class Lanes:
 
     # -- for a worker -------------------------------------------------------------------------------------------------
 
-    def run(self, task: Task, position: int | None, started: Callable[[], None]) -> Outcome:
+    def run(
+        self, task: Task, position: int | None, started: Callable[[], None], note_loss: Callable[[], None]
+    ) -> Outcome:
         """Run *task* in a lane; return its result, or what was raised instead.
 
         Args:
-            position: of the lane's device; None for a lane without an accelerator.
+            position: of the lane's device; None for a lane without an accelerator, where it has run on one before.
             started: called when there is a lane, each time it runs.
+            note_loss: called when a lane was lost, before it runs again in another; counts the run.
         """
         device = _CPU if position is None else self._devices[position]
         if task.need.alone:
@@ -137,11 +140,12 @@ class Lanes:
                 return self._run_once(task, device, started)
             except BaseException as error:  # noqa: BLE001 a worker goes on whatever befalls a task
                 drop_frames(error)  # they refer to arguments of the task
-                may_run_again = task.attempts < task.options.retries and task.future.stop is None
+                n_retries = task.attempts if position is not None else task.attempts - 1  # but for that on the CPU
+                may_run_again = n_retries < task.options.retries and task.future.stop is None
                 if not (isinstance(error, WorkerLostError) and may_run_again):
                     return None, error
-                task.attempts += 1
                 _log.warning("%s. It runs again", error)
+                note_loss()
 
     def tell_to_stop(self, task: Task) -> None:
         """Pass on, to the process that runs *task*, that it is to stop, which its future says already."""

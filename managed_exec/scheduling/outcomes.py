@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import CancelledError
 from time import perf_counter
+from typing import Literal
 
 import torch
 
@@ -35,15 +36,15 @@ class Outcomes:
         """Whether anybody listens."""
         return bool(self._hooks.hooks)
 
-    def tell_start(self, task: Task, position: int, worker: str) -> None:
-        """Tell that *task* is about to be called on the device at *position*."""
+    def tell_start(self, task: Task, position: int | None, worker: str) -> None:
+        """Tell that *task* is about to be called on the device at *position*; on the CPU if that is None."""
         started_s = perf_counter() if task.started_s is None else task.started_s
-        device = self._loads.devices[position]
+        device = _CPU if position is None else self._loads.devices[position]
         self._hooks.emit(TaskStarted(task.id, task.name, device, worker, task.attempts, started_s))
 
-    def tell_retry(self, task: Task, worker: str) -> None:
-        """Tell that a run of *task* is over, and another will come."""
-        self._hooks.emit(TaskRetried(task.id, task.name, worker, perf_counter()))
+    def tell_retry(self, task: Task, worker: str, reason: Literal["out of memory", "process lost"]) -> None:
+        """Tell that a run of *task* is over for that *reason*, and another will come."""
+        self._hooks.emit(TaskRetried(task.id, task.name, worker, perf_counter(), reason))
 
     def note_end(
         self,

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import thread as stock
 from functools import partial
 from time import perf_counter
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from managed_exec.context import DeviceContext
 from managed_exec.devices import CpuDevice
@@ -60,7 +60,9 @@ class TaskLanes(Protocol):
     """Where tasks run if not in the worker's own thread. See ``Lanes``."""
 
     def serve(self, work: Callable[[], None]) -> None: ...
-    def run(self, task: Task, position: int | None, started: Callable[[], None]) -> Outcome: ...
+    def run(
+        self, task: Task, position: int | None, started: Callable[[], None], note_loss: Callable[[], None]
+    ) -> Outcome: ...
     def tell_to_stop(self, task: Task) -> None: ...
     def kill(self, task: Task) -> None: ...
 
@@ -182,9 +184,7 @@ class Worker:
         result: Any = None
         report: BaseException | None = None  # what the device said besides
         is_mine = True  # whether it is still this worker that finishes the task
-        task.started_s = perf_counter()
-        if self._outcomes.are_told:
-            self._outcomes.tell_start(task, position, self.thread.name)
+        self._note_start(task, position)
         self._running[task.future] = self, task, position
         try:
             result, error, report = self._call(task, context, position)
@@ -219,15 +219,15 @@ class Worker:
             if task.options.on_oom == "retry" and task.attempts < task.options.retries:
                 drop_frames(error)
                 del error
-                task.attempts += 1
+                self._note_retry(task, "out of memory")
                 task.need = task.need._replace(alone=True, unknown=None)
-                if self._outcomes.are_told:
-                    self._outcomes.tell_retry(task, self.thread.name)
                 self._tasks.put_back(task)
                 return False
             if task.options.on_oom == "cpu":
                 drop_frames(error)
                 error = None
+                self._note_retry(task, "out of memory")
+                self._note_start(task, None)
                 self._running[task.future] = self, task, None
                 result, error, _ = self._call(task, context, None)
                 if self._running.pop(task.future, None) is None:
@@ -255,7 +255,8 @@ class Worker:
             if self._lanes is not None:
                 if position is not None:
                     context.position = position
-                return (*self._lanes.run(task, position, partial(self._start_clock, task)), None)
+                start_clock = partial(self._start_clock, task)
+                return (*self._lanes.run(task, position, start_clock, partial(self._note_loss, task, position)), None)
             if task.options is not NO_OPTIONS:
                 self._start_clock(task)
             if position is None:
@@ -263,6 +264,23 @@ class Worker:
             return run_bound(task, context, position)
         finally:
             del task  # the traceback of its error refers to this frame
+
+    def _note_start(self, task: Task, position: int | None) -> None:
+        """Note that a run of *task* begins on the device at *position*; on the CPU if that is None."""
+        task.started_s = perf_counter()
+        if self._outcomes.are_told:
+            self._outcomes.tell_start(task, position, self.thread.name)
+
+    def _note_retry(self, task: Task, reason: Literal["out of memory", "process lost"]) -> None:
+        """Note that a run of *task* is over for that *reason*, and another will come."""
+        task.attempts += 1
+        if self._outcomes.are_told:
+            self._outcomes.tell_retry(task, self.thread.name, reason)
+
+    def _note_loss(self, task: Task, position: int | None) -> None:
+        """Note that the process of *task* was lost, and that it begins to run again where it is booked."""
+        self._note_retry(task, "process lost")
+        self._note_start(task, position)
 
     def _start_clock(self, task: Task) -> None:
         if task.options.timeout is not None:

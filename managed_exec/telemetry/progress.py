@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from managed_exec.options import name_of
 from managed_exec.streaming import Submits
-from managed_exec.task import name_of
 from managed_exec.telemetry.display import Display, Page, is_terminal, open_display
 from managed_exec.telemetry.observers import Observers
 from managed_exec.telemetry.ticker import Ticker

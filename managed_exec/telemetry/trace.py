@@ -98,7 +98,7 @@ class _Writer:
     def _run(self, start: TaskStarted, end: TaskFinished | TaskRetried) -> dict[str, Any]:
         details: dict[str, Any] = {"task": start.task_id, "attempt": start.attempt}
         if isinstance(end, TaskRetried):
-            details["ended"] = "out of memory; it runs again"
+            details["ended"] = f"{end.reason}; it runs again"
         elif end.error is not None:
             details["error"] = _shown(end.error)
         return {

@@ -7,7 +7,7 @@ holds in the backward pass and for callers in C++ too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from managed_exec.tensors.schema import Facts, facts
 from managed_exec.tensors.writes import note_writes
 
 _make_subclass = torch.Tensor._make_subclass
+_STRIDED = torch.strided
 
 # The two operators that read one tensor wherever it is, and by which values travel between devices.
 _TO_COPY: Any = torch.ops.aten._to_copy.default
@@ -44,15 +45,16 @@ def is_foreign(kind: type) -> bool:
 class Handle(torch.Tensor):
     """A tensor whose storage may have a record; see ``ManagedTensor``, its only subclass."""
 
-    # Of a handle that was not looked at yet: as_subclass makes handles without asking anyone.
-    _known = False
     _record: Record | None = None
     _alive: object | None = None
+    # Whether it was found to have no record. One that has none and was not looked at yet is to be looked at:
+    # as_subclass makes handles without asking anyone.
+    _has_none = False
 
     @property
     def record(self) -> Record | None:
         """The record of the storage; None if it is too small to be managed, or has no memory of its own."""
-        return self._record if self._known else self._look_up(manager())
+        return self._record if self._record is not None or self._has_none else self._look_up(manager())
 
     def take_over(self) -> None:
         """Be a handle of the storage that the tensor has been given, and no longer of the one it had."""
@@ -68,13 +70,14 @@ class Handle(torch.Tensor):
 
     def _register(self, tensor: torch.Tensor, keeper: MemoryManager, owner: Owner | None) -> None:
         """Become one of the handles of the storage of *tensor*."""
-        self._known = True
         # Sparse tensors are made of tensors of their own; those of a fake or meta device have no memory.
-        if tensor.layout is torch.strided and not tensor.is_meta:
+        if tensor.layout is _STRIDED and not tensor.is_meta:
             record = keeper.table.record_of(tensor.untyped_storage(), owner)
             if record is not None:
                 self._record = record
                 self._alive = record.alive
+                return
+        self._has_none = True
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own annotation lacks func
@@ -109,12 +112,9 @@ class Handle(torch.Tensor):
         if func is _TO_COPY or func is _COPY:
             args = _read_elsewhere(func, args, kwargs, keeper)
         records: list[Record] = []
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(tensor, Handle):
-                    record = tensor._record if tensor._known else tensor._look_up(keeper)
-                    if record is not None and record not in records:
-                        records.append(record)
+        _add_records(args, records)
+        if kwargs:
+            _add_records(kwargs.values(), records)
         about = facts(func)
         try:
             if about.is_functional and not _len_torch_dispatch_stack():
@@ -200,6 +200,17 @@ class Handle(torch.Tensor):
         if isinstance(result, (list, tuple)):
             return type(result)([cls._wrap(element, keeper, owner, adopts, written) for element in result])
         return result
+
+
+def _add_records(values: Iterable[Any], records: list[Record]) -> None:
+    """Add to *records* those of the handles among a call's arguments that are not in it yet."""
+    for value in values:
+        if isinstance(value, Handle):
+            record = value._record or value.record
+            if record is not None and record not in records:
+                records.append(record)
+        elif isinstance(value, (list, tuple)):
+            _add_records(value, records)
 
 
 def _read_elsewhere(

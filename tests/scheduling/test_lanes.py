@@ -78,12 +78,12 @@ def test_last_worker_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
     def first() -> None:
-        seen.append(lanes.run(task_of(os.getpid), 0, lambda: None))
+        seen.append(lanes.run(task_of(os.getpid), 0, nothing, nothing))
         together.wait(WAIT_S)
 
     def second() -> None:
         together.wait(WAIT_S)
-        seen.append(lanes.run(task_of(leave_a_thread), 0, lambda: None))
+        seen.append(lanes.run(task_of(leave_a_thread), 0, nothing, nothing))
         done.wait(WAIT_S)
 
     threads = [threading.Thread(target=lanes.serve, args=(work,)) for work in (first, second)]
@@ -97,6 +97,10 @@ def test_last_worker_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lane_pids() == []
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 def leave_a_thread() -> int:
     threading.Thread(target=threading.Event().wait).start()
     return os.getpid()
@@ -104,7 +108,7 @@ def leave_a_thread() -> int:
 
 def test_task_that_cannot_be_sent_starts_no_process() -> None:
     lanes = make_lanes()
-    result, error = lanes.run(task_of(print, threading.Lock()), 0, lambda: None)
+    result, error = lanes.run(task_of(print, threading.Lock()), 0, nothing, nothing)
     assert result is None
     assert "task 1 (print): argument 1, a lock, cannot be sent to another process" in str(error)
     assert not lanes._existing

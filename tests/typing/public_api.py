@@ -67,6 +67,7 @@ def decorated() -> None:
 def submitted(pool: GPUPoolExecutor) -> None:
     assert_type(pool.submit(solve, 3, scale=2.0), Future[torch.Tensor])
     assert_type(pool.submit(plain, 3), Future[str])
+    assert_type(pool.submit(plain.options(priority=1), 3), Future[str])
     assert_type(pool.submit(solve.options(priority=2), 3).result(), torch.Tensor)
     assert_type(pool.submit(Solver().run, 3), Future[float])
     assert_type(pool.submit(functools.partial(plain, 3)), Future[str])
