@@ -66,19 +66,27 @@ class Limits:
         if device.type == "cpu":
             return CpuDevice().memory().total_bytes
         total: int = torch.get_device_module(device).mem_get_info(device.index)[1]
-        return min(total, self._limits.get(device, (total, total))[0])
+        return self._limit_bytes(device, total)
 
     def memory(self, device: torch.device) -> DeviceMemory:
         """Read the memory of *device*; its total and what is free are counted up to the limit."""
         if device.type == "cpu":
             return CpuDevice().memory()
         memory = AcceleratorDevice(device).memory()
-        limit, _ = self._limits.get(device, (memory.total_bytes, 0))
+        limit = self._limit_bytes(device, memory.total_bytes)
         if limit >= memory.total_bytes:
             return memory
         return DeviceMemory(
             max(0, min(memory.free_bytes, limit - memory.allocated_bytes)), limit, memory.allocated_bytes
         )
+
+    def _limit_bytes(self, device: torch.device, total_bytes: int) -> int:
+        """Return how much of *total_bytes*, which *device* has now, may be used.
+
+        A limit counts for the total it was made for. The simulator's total is its limit, or it was enabled anew.
+        """
+        limit, limited_bytes = self._limits.get(device, (total_bytes, total_bytes))
+        return limit if total_bytes == limited_bytes else total_bytes
 
 
 def capacity_bytes(devices: Sequence[Device], limits: Limits | None, position: int) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import Kind
 
-from managed_exec import sim
+from managed_exec import GPUPoolExecutor, sim
 from managed_exec.errors import DeviceMemoryError
 from managed_exec.memory.manager import configure
 from managed_exec.memory.policy import MemoryPolicy
@@ -43,6 +43,22 @@ def test_current_device_while_it_has_room(four: Rooms) -> None:
     others = [plain(MIB // 2, 1), plain(MIB // 4, 3)]
     assert index(four.find(MIB // 2, disperse=False)) == 2
     del taken, others
+
+
+def test_no_limit_of_an_earlier_simulator(simulator: Kind) -> None:
+    """Enabled anew, the simulator's devices have room by what they have now, though the policy is the same."""
+    policy = MemoryPolicy(min_bytes=1024)
+    sim.enable(devices=1, memory=MIB)
+    with GPUPoolExecutor(memory=policy) as pool:
+        pool.submit(int).result()
+    sim.enable(devices=2, memory=2 * MIB)
+    limits = configure(policy).limits
+    devices = [torch.device("sim", i) for i in range(2)]
+    assert [limits.total_bytes(device) for device in devices] == [2 * MIB] * 2
+    assert [limits.memory(device).free_bytes for device in devices] == [2 * MIB] * 2
+    found = Rooms()
+    tensors = [plain(MIB // 4, index(found.find(MIB // 4, disperse=True))) for _ in range(8)]
+    assert sorted(index(tensor.device) for tensor in tensors) == [0] * 4 + [1] * 4
 
 
 def test_what_could_be_spilled_is_room(four: Rooms) -> None:
