@@ -226,7 +226,10 @@ def _with_options(options: TaskOptions, function: Any) -> Any:
 
     # Of an object that can be called, its attributes are none of the function's.
     updated = functools.WRAPPER_UPDATES if isinstance(function, FunctionType) else ()
-    functools.update_wrapper(task, function, updated=updated)
+    # An object has no name of its own, and a proxy answers with anything.
+    is_named = isinstance(getattr(function, "__name__", None), str)
+    assigned = functools.WRAPPER_ASSIGNMENTS if is_named else ("__module__", "__doc__")
+    functools.update_wrapper(task, function, assigned, updated)
     task.__qualname__ = name_of(function)
     setattr(task, _ATTRIBUTE, options)
     # Refers to the function and not to the task: a cycle would keep what a lambda closes over until it is collected.

@@ -27,6 +27,7 @@ class Task:
         "attempts",
         "context",
         "fn",
+        "former_run",
         "future",
         "id",
         "kwargs",
@@ -63,6 +64,8 @@ class Task:
         self.attempts = 0  # runs that are over, of a task that may run again
         self.submitted_s = perf_counter()
         self.started_s: float | None = None  # the last time
+        # Of one that waits to run again: the device of its last run, and when that ended.
+        self.former_run: tuple[torch.device, float] | None = None
 
     @property
     def name(self) -> str:

@@ -18,7 +18,7 @@ import torch
 from conftest import Kind, eventually
 
 from managed_exec import GPUPoolExecutor, MemoryPolicy, gpu_task, sim
-from managed_exec.errors import TaskTimeoutError
+from managed_exec.errors import TaskCancelledError, TaskTimeoutError
 from managed_exec.events import Event, TaskFinished, TaskRetried, TaskStarted, TaskSubmitted, TensorMoved
 from managed_exec.memory.manager import manager
 from managed_exec.scheduling import watchdog
@@ -319,3 +319,28 @@ class TestTrace:
             with pytest.raises(FileNotFoundError), pool.trace(tmp_path / "missing" / "run.json"):
                 pytest.fail("the block must not begin")
             assert not pool._hooks.hooks
+
+    def test_stopped_before_it_runs_again(self, simulator: Kind) -> None:
+        sim.enable(devices=1, memory="2MiB")
+        go, retried = threading.Event(), threading.Event()
+        seen: list[Event] = []
+
+        def hook(event: Event) -> None:
+            seen.append(event)
+            if isinstance(event, TaskRetried):
+                retried.set()
+
+        with GPUPoolExecutor(2, hooks=[hook]) as pool:
+            blocking = pool.submit(go.wait, WAIT_S)  # the second run is to be alone on the device
+            future = pool.submit(gpu_task(on_oom="retry", retries=3)(lambda: ones(4 * MIB)))
+            assert retried.wait(WAIT_S)
+            future.cancel()
+            assert isinstance(future.exception(WAIT_S), TaskCancelledError)
+            go.set()
+            assert blocking.result(WAIT_S)
+        receipt = future.receipt()
+        assert receipt.device == torch.device("sim", 0)
+        assert receipt.reason == "it ran out of device memory there, and has not run again"
+        assert [event.device for event in seen if isinstance(event, TaskFinished) and event.task_id == 1] == [
+            torch.device("sim", 0)
+        ]

@@ -252,3 +252,15 @@ class TestTask:
         task.drop_call()
         assert (task.id, task.fn, task.args, task.kwargs, task.context) == (7, None, None, None, None)
         assert not task.future.done()
+
+
+def test_a_mark_on_what_answers_any_name_with_anything() -> None:
+    class Proxy:
+        def __getattr__(self, name: str) -> Proxy:
+            return Proxy()
+
+        def __call__(self, x: int) -> int:
+            return x + 1
+
+    assert gpu_task(priority=1)(Proxy())(3) == 4
+    assert gpu_task(Proxy())(3) == 4

@@ -20,10 +20,11 @@ class Limits:
 
     def __init__(self) -> None:
         self.policy = MemoryPolicy()
-        self._lock = threading.RLock()  # guards the two below; a leaf, and reentrant, as the collector may spill
+        self._lock = threading.RLock()  # guards the three below; a leaf, and reentrant, as the collector may spill
         # Bytes that may be used and bytes there are; in the order in which pools came with the devices.
         self._limits: dict[torch.device, tuple[int, int]] = {}
         self._withdrawn: set[torch.device] = set()  # those found broken, until a pool comes with them again
+        self._simulator = sim.configuration()  # what the entries of simulated devices are about
 
     def add(self, devices: list[torch.device]) -> None:
         """Allow the use of *devices*, and have their allocators keep the limit.
@@ -32,10 +33,11 @@ class Limits:
             ValueError: the allocator of such a device keeps no limit.
         """
         with self._lock:
+            self._forget_former_simulator()
             self._withdrawn.difference_update(devices)
             for device in devices:
                 total = AcceleratorDevice(device).memory().total_bytes
-                if device not in self._limits or total != self._limits[device][0]:  # the simulator, enabled anew
+                if device not in self._limits or total != self._limits[device][0]:  # or its capacity was set
                     limit = min(self.policy.limit_bytes(total), total)
                     if limit < total:
                         _set_limit(device, limit, total)
@@ -44,6 +46,7 @@ class Limits:
     def lift(self) -> None:
         """Have the allocators keep no limit any more."""
         with self._lock:
+            self._forget_former_simulator()
             for device, (limit, total) in self._limits.items():
                 if limit < total:
                     _lift_limit(device, limit, total)
@@ -52,12 +55,14 @@ class Limits:
     def withdraw(self, device: torch.device) -> None:
         """Send nothing to *device* any more, which broke."""
         with self._lock:
+            self._forget_former_simulator()
             self._withdrawn.add(device)
 
     def peers(self, device: torch.device) -> list[torch.device]:
         """Return the other devices of the same kind that there are and that work."""
         count = torch.accelerator.device_count()
         with self._lock:
+            self._forget_former_simulator()
             there = [peer for peer in self._limits if peer.type == device.type and device.index != peer.index < count]
             return [peer for peer in there if peer not in self._withdrawn]
 
@@ -81,12 +86,19 @@ class Limits:
         )
 
     def _limit_bytes(self, device: torch.device, total_bytes: int) -> int:
-        """Return how much of *total_bytes*, which *device* has now, may be used.
+        """Return how much of *total_bytes*, which *device* has now, may be used."""
+        with self._lock:
+            self._forget_former_simulator()
+            limit, limited_bytes = self._limits.get(device, (total_bytes, total_bytes))
+        return min(limit, total_bytes) if limit < limited_bytes else total_bytes
 
-        A limit counts for the total it was made for. The simulator's total is its limit, or it was enabled anew.
-        """
-        limit, limited_bytes = self._limits.get(device, (total_bytes, total_bytes))
-        return limit if total_bytes == limited_bytes else total_bytes
+    def _forget_former_simulator(self) -> None:
+        """Forget simulated devices of before the simulator was enabled anew, or disabled. The lock is held."""
+        now = sim.configuration()
+        if now is not self._simulator:  # each call of sim.enable makes another, also of equal values
+            self._simulator = now
+            self._limits = {device: limit for device, limit in self._limits.items() if device.type != "sim"}
+            self._withdrawn = {device for device in self._withdrawn if device.type != "sim"}
 
 
 def capacity_bytes(devices: Sequence[Device], limits: Limits | None, position: int) -> int:
@@ -105,10 +117,7 @@ def _set_limit(device: torch.device, limit_bytes: int, total_bytes: int) -> None
 def _lift_limit(device: torch.device, limit_bytes: int, total_bytes: int) -> None:
     if device.type != "sim":
         _set_fraction(device, 1.0)
-        return
-    # The simulator may have been enabled anew since, with other devices or another capacity.
-    is_there = sim.is_enabled() and device.index < torch.accelerator.device_count()
-    if is_there and AcceleratorDevice(device).memory().total_bytes == limit_bytes:
+    elif AcceleratorDevice(device).memory().total_bytes == limit_bytes:  # else its capacity was set since
         sim.set_capacity(device.index, total_bytes)
 
 

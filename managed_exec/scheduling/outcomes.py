@@ -64,7 +64,7 @@ class Outcomes:
             error: what it has raised, or why it was not run.
             worker: the name of the worker's thread.
         """
-        ended_s = perf_counter()
+        ended_s = perf_counter() if task.former_run is None else task.former_run[1]
         if task.started_s is not None:
             self.waited_s += task.started_s - task.submitted_s
             self.ran_s += ended_s - task.started_s
@@ -78,6 +78,8 @@ class Outcomes:
         device: torch.device | None = None
         if task.started_s is None:
             reason = "it has not run"
+        elif task.former_run is not None:
+            device, reason = task.former_run[0], "it ran out of device memory there, and has not run again"
         elif position is None or end is None:
             device, reason = _CPU, "it ran out of device memory, and on_oom='cpu'"
         else:
@@ -98,7 +100,7 @@ class Outcomes:
             None if error is None else type(error),
         )
         if self._hooks.hooks:
-            times = task.submitted_s, task.started_s, ended_s
+            times = task.submitted_s, task.started_s, perf_counter()
             self._hooks.emit(TaskFinished(task.id, task.name, device, worker, *times, error, task.attempts))
 
     def note_cancelled(self, task: Task, thread: str) -> None:

@@ -221,6 +221,7 @@ class Worker:
                 del error
                 self._note_retry(task, "out of memory")
                 task.need = task.need._replace(alone=True, unknown=None)
+                task.former_run = self._loads.devices[context.position], perf_counter()
                 self._tasks.put_back(task)
                 return False
             if task.options.on_oom == "cpu":
@@ -268,6 +269,7 @@ class Worker:
     def _note_start(self, task: Task, position: int | None) -> None:
         """Note that a run of *task* begins on the device at *position*; on the CPU if that is None."""
         task.started_s = perf_counter()
+        task.former_run = None
         if self._outcomes.are_told:
             self._outcomes.tell_start(task, position, self.thread.name)
 
