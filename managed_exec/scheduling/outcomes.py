@@ -64,7 +64,8 @@ class Outcomes:
             error: what it has raised, or why it was not run.
             worker: the name of the worker's thread.
         """
-        ended_s = perf_counter() if task.former_run is None else task.former_run[1]
+        now = perf_counter()
+        ended_s = now if task.former_run is None else task.former_run[1]
         if task.started_s is not None:
             self.waited_s += task.started_s - task.submitted_s
             self.ran_s += ended_s - task.started_s
@@ -100,7 +101,7 @@ class Outcomes:
             None if error is None else type(error),
         )
         if self._hooks.hooks:
-            times = task.submitted_s, task.started_s, perf_counter()
+            times = task.submitted_s, task.started_s, now
             self._hooks.emit(TaskFinished(task.id, task.name, device, worker, *times, error, task.attempts))
 
     def note_cancelled(self, task: Task, thread: str) -> None:
