@@ -158,6 +158,31 @@ class TestReceipt:
         assert [type(event) for event in of_cpu] == [TaskSubmitted, TaskStarted, TaskRetried, TaskStarted, TaskFinished]
         assert (of_cpu[2].reason, of_cpu[3].device, of_cpu[3].attempt) == ("out of memory", torch.device("cpu"), 1)
 
+    def test_stopped_before_it_runs_again(self, simulator: Kind) -> None:
+        sim.enable(devices=1, memory="2MiB")
+        go, retried = threading.Event(), threading.Event()
+        seen: list[Event] = []
+
+        def hook(event: Event) -> None:
+            seen.append(event)
+            if isinstance(event, TaskRetried):
+                retried.set()
+
+        with GPUPoolExecutor(2, hooks=[hook]) as pool:
+            blocking = pool.submit(go.wait, WAIT_S)  # the second run is to be alone on the device
+            future = pool.submit(gpu_task(on_oom="retry", retries=3)(lambda: ones(4 * MIB)))
+            assert retried.wait(WAIT_S)
+            future.cancel()
+            assert isinstance(future.exception(WAIT_S), TaskCancelledError)
+            go.set()
+            assert blocking.result(WAIT_S)
+        receipt = future.receipt()
+        assert receipt.device == torch.device("sim", 0)
+        assert receipt.reason == "it ran out of device memory there, and has not run again"
+        assert [event.device for event in seen if isinstance(event, TaskFinished) and event.task_id == 1] == [
+            torch.device("sim", 0)
+        ]
+
     def test_of_a_task_that_was_given_up(self, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(watchdog, "GRACE_S", 0.05)
         go = threading.Event()
@@ -319,28 +344,3 @@ class TestTrace:
             with pytest.raises(FileNotFoundError), pool.trace(tmp_path / "missing" / "run.json"):
                 pytest.fail("the block must not begin")
             assert not pool._hooks.hooks
-
-    def test_stopped_before_it_runs_again(self, simulator: Kind) -> None:
-        sim.enable(devices=1, memory="2MiB")
-        go, retried = threading.Event(), threading.Event()
-        seen: list[Event] = []
-
-        def hook(event: Event) -> None:
-            seen.append(event)
-            if isinstance(event, TaskRetried):
-                retried.set()
-
-        with GPUPoolExecutor(2, hooks=[hook]) as pool:
-            blocking = pool.submit(go.wait, WAIT_S)  # the second run is to be alone on the device
-            future = pool.submit(gpu_task(on_oom="retry", retries=3)(lambda: ones(4 * MIB)))
-            assert retried.wait(WAIT_S)
-            future.cancel()
-            assert isinstance(future.exception(WAIT_S), TaskCancelledError)
-            go.set()
-            assert blocking.result(WAIT_S)
-        receipt = future.receipt()
-        assert receipt.device == torch.device("sim", 0)
-        assert receipt.reason == "it ran out of device memory there, and has not run again"
-        assert [event.device for event in seen if isinstance(event, TaskFinished) and event.task_id == 1] == [
-            torch.device("sim", 0)
-        ]

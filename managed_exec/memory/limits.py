@@ -60,10 +60,9 @@ class Limits:
 
     def peers(self, device: torch.device) -> list[torch.device]:
         """Return the other devices of the same kind that there are and that work."""
-        count = torch.accelerator.device_count()
         with self._lock:
             self._forget_former_simulator()
-            there = [peer for peer in self._limits if peer.type == device.type and device.index != peer.index < count]
+            there = [peer for peer in self._limits if peer.type == device.type and peer.index != device.index]
             return [peer for peer in there if peer not in self._withdrawn]
 
     def total_bytes(self, device: torch.device) -> int:

@@ -63,20 +63,24 @@ def test_no_limit_of_an_earlier_simulator(simulator: Kind) -> None:
 
 def test_a_limit_ends_with_its_simulator(simulator: Kind) -> None:
     """Also where the simulator enabled anew has just what the limit was, or what it had before."""
+
+    def allocator_bytes() -> int:
+        total: int = torch.get_device_module("sim").mem_get_info(0)[1]
+        return total
+
     device = torch.device("sim", 0)
     sim.enable(devices=1, memory=4 * MIB)
     for memory in (2 * MIB, 4 * MIB):
         half = MemoryPolicy(min_bytes=1024, limit=0.5)
         with GPUPoolExecutor(memory=half):
-            sim_total = torch.get_device_module("sim").mem_get_info(0)[1]
-            assert configure(half).limits.total_bytes(device) == sim_total
+            assert configure(half).limits.total_bytes(device) == allocator_bytes() == 2 * MIB
         sim.enable(devices=1, memory=memory)
         assert configure(half).limits.total_bytes(device) == memory, "no pool has come with it yet"
         with GPUPoolExecutor(memory=half):
-            assert torch.get_device_module("sim").mem_get_info(0)[1] == memory // 2
+            assert allocator_bytes() == memory // 2
         sim.enable(devices=1, memory=memory // 2)
         with GPUPoolExecutor(memory=MemoryPolicy(min_bytes=1024)):
-            assert torch.get_device_module("sim").mem_get_info(0)[1] == memory // 2, "not what it had before"
+            assert allocator_bytes() == memory // 2, "not what it had before"
         sim.enable(devices=1, memory=4 * MIB)
 
 
