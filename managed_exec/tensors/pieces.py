@@ -14,6 +14,7 @@ from torch._C import DisableTorchFunctionSubclass, _DisableTorchDispatch
 
 from managed_exec.memory.manager import manager
 from managed_exec.tensors.managed import ManagedTensor
+from managed_exec.tensors.wrapped_names import reduce_wrapped
 
 _ALIGNMENT = 16  # bytes, of the widest element
 _NO_FILE = "<dynamic-code>"
@@ -127,7 +128,7 @@ class PiecePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ha
             # cloudpickle drops the name of the file, without which a traceback does not say where it is.
             rebuild, args = self.dispatch_table[types.CodeType](obj)
             return rebuild, tuple(obj.co_filename if arg == _NO_FILE else arg for arg in args)
-        return super().reducer_override(obj)
+        return reduce_wrapped(obj) or super().reducer_override(obj)
 
     def _reduce_ordinary(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """Reduce a tensor that is a view of its storage and nothing else."""

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import inspect
 import os
+import sys
 import threading
 from collections import OrderedDict, namedtuple
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from conftest import Kind, identity
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from managed_exec import ManagedTensor, manage
+from managed_exec import ManagedTensor, gpu_task, manage
 from managed_exec.memory.manager import MemoryManager
+from managed_exec.options import options_of
 from managed_exec.tensors.parcel import check_packs, pack, unpack
 
 Pair = namedtuple("Pair", "left right")
@@ -29,6 +34,57 @@ class Box:
 
 class Marked(torch.Tensor):
     mark: str
+
+
+LOCK = threading.Lock()  # a function that is pickled by value, with what it uses of its module, cannot be
+CALLS = []
+
+
+@gpu_task
+def counted(x: int) -> int:
+    with LOCK:
+        CALLS.append(x)
+        return len(CALLS)
+
+
+@gpu_task
+@torch.no_grad()
+@functools.lru_cache
+def cached(x: int) -> int:
+    with LOCK:
+        return x + int(torch.is_grad_enabled())
+
+
+class Holder:
+    @gpu_task
+    def method(self) -> str:
+        with LOCK:
+            return "method"
+
+    @gpu_task
+    @staticmethod
+    def static() -> str:
+        with LOCK:
+            return "static"
+
+    @gpu_task
+    @classmethod
+    def of_class(cls) -> str:
+        with LOCK:
+            return "class"
+
+
+class Endless:
+    @property
+    def __wrapped__(self) -> Endless:
+        return Endless()
+
+
+def hidden() -> bool:
+    return LOCK.locked()
+
+
+behind_endless, hidden = hidden, Endless()  # type: ignore[assignment]
 
 
 def trip(value: Any, kept: int = 0, **options: Any) -> Any:
@@ -191,6 +247,31 @@ class TestObjects:
         assert trip(Local())(1) == 4
         assert isinstance(trip(Local()), Local), "a class that is sent and comes back is the same one"
         assert trip(lambda: 0).__code__.co_filename == __file__
+
+    def test_function_whose_name_a_wrapper_has(self) -> None:
+        variant = counted.options(priority=1)
+        assert trip([variant])[0](5) == len(CALLS) > 0, "the module is this one and no copy"
+        assert options_of(trip(variant)).priority == 1
+        assert trip(counted) is counted
+        assert trip(inspect.unwrap(counted)) is inspect.unwrap(counted)
+        assert trip(cached.options(priority=1))(5) == 5
+        inner = inspect.unwrap(cached, stop=lambda f: hasattr(f, "cache_info"))
+        assert trip(inner) is inner
+        assert trip(Holder.method.options(priority=1))(Holder()) == "method"
+        assert trip(Holder.static.options(priority=1))() == "static"
+        assert trip(Holder.of_class.__func__.options(priority=1))(Holder) == "class"  # type: ignore[attr-defined]
+
+    def test_function_that_goes_by_value(self) -> None:
+        for act in (pack, check_packs):
+            with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object"):
+                act(behind_endless)
+        module = sys.modules[__name__]
+        cloudpickle.register_pickle_by_value(module)
+        try:
+            with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object"):
+                pack(counted)
+        finally:
+            cloudpickle.unregister_pickle_by_value(module)
 
     def test_long_pickles(self) -> None:
         value = {i: str(i) * 10 for i in range(5000)}
