@@ -185,9 +185,10 @@ def _check_names(options: Mapping[str, Any]) -> None:
 
 def options_of(function: Callable[..., Any]) -> TaskOptions:
     """Return the options that *function* carries; if it is a ``functools.partial`` without, those of what it calls."""
-    while (options := getattr(function, _ATTRIBUTE, NO_OPTIONS)) is NO_OPTIONS:
+    # By its type, for a proxy answers with anything.
+    while not isinstance(options := getattr(function, _ATTRIBUTE, None), TaskOptions):
         if not isinstance(function, functools.partial):
-            break
+            return NO_OPTIONS
         function = called_by(function)
     return options
 

@@ -20,15 +20,18 @@ def cancel_waiting(tasks: TaskQueue, outcomes: Outcomes) -> None:
     """Cancel the tasks that have not started. No more come, and no lock is held: callbacks run here.
 
     Raises:
-        KeyboardInterrupt: of a hook, in the main thread, once all are cancelled. See ``Hooks.emit``.
+        BaseException: the last that a done callback or, in the main thread, a hook has raised, once all are cancelled:
+            a ``KeyboardInterrupt``, say. See ``Hooks.emit``.
     """
     tasks.close()
-    interrupt: KeyboardInterrupt | None = None
+    interrupt: BaseException | None = None
     for task in _taken(tasks):
-        task.future.cancel()
         try:
-            outcomes.note_cancelled(task, threading.current_thread().name)
-        except KeyboardInterrupt as raised:
+            try:
+                task.future.cancel()
+            finally:
+                outcomes.note_cancelled(task, threading.current_thread().name)
+        except BaseException as raised:  # noqa: BLE001 raised below
             interrupt = raised
     if interrupt is not None:
         raise interrupt

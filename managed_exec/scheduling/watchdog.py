@@ -141,6 +141,12 @@ class Watchdog:
         if future.stop is not None:  # it was told before, and the clock of that may just have been overwritten
             self._set_clock(future, time.monotonic() + GRACE_S)
 
+    def stop_clock(self, future: TaskFuture[Any]) -> None:
+        """Let the time of *future*'s task stand still: its run is over, and the next one has not begun."""
+        self.clocks.pop(future, None)
+        if future.stop is not None:  # it was told before, and what is lost may be the clock of that
+            self._set_clock(future, time.monotonic() + GRACE_S)
+
     def watch(self, future: TaskFuture[Any]) -> None:
         """Give up the task of *future*, which has just been told to stop, if it still runs in ``GRACE_S``."""
         self._set_clock(future, time.monotonic() + GRACE_S)
@@ -206,7 +212,7 @@ class Watchdog:
     def _see_to_due(self) -> None:
         now = time.monotonic()
         for future, due in self.clocks.copy().items():
-            if due > now:
+            if due > now or self.clocks.get(future) != due:  # the latter: another run of it has begun meanwhile
                 continue
             try:
                 self._see_to(future)

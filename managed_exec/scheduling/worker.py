@@ -210,38 +210,41 @@ class Worker:
         if not is_mine:
             del error, report, result, task
             return False
-        if (
-            error is not None
-            and task.options is not NO_OPTIONS
-            and task.future.stop is None
-            and is_out_of_memory(error)
-        ):
-            if task.options.on_oom == "retry" and task.attempts < task.options.retries:
+        if error is not None and task.options is not NO_OPTIONS and task.future.stop is None:
+            on_cpu = task.options.on_oom == "cpu"
+            may_run_again = on_cpu or (task.options.on_oom == "retry" and task.attempts < task.options.retries)
+            if may_run_again and is_out_of_memory(error):
                 drop_frames(error)
-                del error
-                self._note_retry(task, "out of memory")
-                task.need = task.need._replace(alone=True, unknown=None)
+                del error, report
                 task.former_run = self._loads.devices[context.position], perf_counter()
+                self._note_retry(task, "out of memory")
+                if on_cpu:
+                    return self._run_on_cpu(task, context)
+                task.need = task.need._replace(alone=True, unknown=None)
                 self._tasks.put_back(task)
                 return False
-            if task.options.on_oom == "cpu":
-                drop_frames(error)
-                error = None
-                self._note_retry(task, "out of memory")
-                self._note_start(task, None)
-                self._running[task.future] = self, task, None
-                result, error, _ = self._call(task, context, None)
-                if self._running.pop(task.future, None) is None:
-                    self._was_given_up = True
-                    del error, result, task
-                    return False
-                self._clocks.pop(task.future, None)
-                position = None
-        end = None if position is None else context.position
-        self._outcomes.note_end(task, position, end, context.last_owner, error, self.thread.name)
+        self._outcomes.note_end(task, position, context.position, context.last_owner, error, self.thread.name)
         finish(task, result, error)
         # The traceback of the error refers to this frame, and so to whatever this frame still refers to.
         del error, report, result, task
+        return True
+
+    def _run_on_cpu(self, task: Task, context: DeviceContext) -> bool:
+        """Run *task*, which ran out of device memory, on the CPU; return whether this worker is done with it."""
+        if task.future.stop is not None:  # by whoever was told that it will run again
+            end_without_run(task, task.future.stop.new_error(), self._outcomes, self.thread.name, is_cancelled=False)
+            return True
+        self._note_start(task, None)
+        self._running[task.future] = self, task, None
+        result, error, _ = self._call(task, context, None)
+        if self._running.pop(task.future, None) is None:
+            self._was_given_up = True
+            del error, result, task
+            return False
+        self._clocks.pop(task.future, None)
+        self._outcomes.note_end(task, None, None, None, error, self.thread.name)
+        finish(task, result, error)
+        del error, result, task
         return True
 
     def _call(
@@ -281,6 +284,7 @@ class Worker:
 
     def _note_loss(self, task: Task, position: int | None) -> None:
         """Note that the process of *task* was lost, and that it begins to run again where it is booked."""
+        self._watchdog.stop_clock(task.future)  # the next run's begins when it has a process
         self._note_retry(task, "process lost")
         self._note_start(task, position)
 

@@ -111,10 +111,10 @@ class _PoolHook:
     def __init__(self, metrics: PoolMetrics, pool: str) -> None:
         self._metrics = metrics
         self._pool = pool
-        # Guards the next, and is a leaf: where tasks run, by their ids. An event may come of a task that was submitted
+        # Guards the next, and is a leaf: where tasks are, by their ids. An event may come of a task that was submitted
         # before the hook was there, which must not make a gauge fall below what there is.
         self._lock = threading.Lock()
-        self._waiting: set[int] = set()
+        self._waiting: dict[int, float] = {}  # since when
         self._running: dict[int, str] = {}
 
     def note(self, event: Event) -> None:
@@ -122,7 +122,7 @@ class _PoolHook:
         metrics, pool = self._metrics, self._pool
         if isinstance(event, TaskSubmitted):
             metrics.submitted.labels(pool).inc()
-            self._enter_queue(event.task_id)
+            self._enter_queue(event)
         elif isinstance(event, TaskStarted):
             self._leave(event.task_id)
             device = str(event.device)
@@ -131,32 +131,33 @@ class _PoolHook:
             metrics.running.labels(pool, device).inc()
         elif isinstance(event, TaskRetried):
             self._leave(event.task_id)
-            self._enter_queue(event.task_id)
+            self._enter_queue(event)
         elif isinstance(event, TaskFinished):
-            self._leave(event.task_id)
-            self._note_done(event)
+            # One that was to run again, and has not, has run until it began to wait.
+            waited_since_s = self._leave(event.task_id)
+            self._note_done(event, event.at_s if waited_since_s is None else waited_since_s)
         elif isinstance(event, CallMigrated):
             metrics.migrated.labels(pool, str(event.device)).inc()
         else:
             metrics.moved.labels(pool, str(event.device), event.tier, event.what).inc(event.n_bytes)
 
-    def _enter_queue(self, task_id: int) -> None:
+    def _enter_queue(self, event: TaskSubmitted | TaskRetried) -> None:
         with self._lock:
-            self._waiting.add(task_id)
+            self._waiting[event.task_id] = event.at_s
         self._metrics.queued.labels(self._pool).inc()
 
-    def _leave(self, task_id: int) -> None:
-        """Count the task no longer where it has been."""
+    def _leave(self, task_id: int) -> float | None:
+        """Count the task no longer where it has been; return since when it has waited, if it has."""
         with self._lock:
-            waited = task_id in self._waiting
-            self._waiting.discard(task_id)
+            waited_since_s = self._waiting.pop(task_id, None)
             device = self._running.pop(task_id, None)
-        if waited:
+        if waited_since_s is not None:
             self._metrics.queued.labels(self._pool).dec()
         if device is not None:
             self._metrics.running.labels(self._pool, device).dec()
+        return waited_since_s
 
-    def _note_done(self, event: TaskFinished) -> None:
+    def _note_done(self, event: TaskFinished, ended_s: float) -> None:
         metrics, pool = self._metrics, self._pool
         device = NO_DEVICE if event.device is None else str(event.device)
         metrics.done.labels(pool, device, _outcome(event.error)).inc()
@@ -164,7 +165,7 @@ class _PoolHook:
             metrics.retries.labels(pool).inc(event.retries)
         if event.started_s is not None:
             metrics.waited.labels(pool, device).observe(event.started_s - event.submitted_s)
-            metrics.ran.labels(pool, device).observe(event.at_s - event.started_s)
+            metrics.ran.labels(pool, device).observe(ended_s - event.started_s)
 
 
 def _tier_bytes(tier: str) -> int:

@@ -63,8 +63,7 @@ class _Writer:
         for event in events:
             if isinstance(event, TaskStarted):
                 begun[event.task_id] = event
-                if event.attempt == 0:
-                    yield self._wait("e", event.task_id, event.name, event.at_s)
+                yield self._wait("e", event.task_id, event.name, event.at_s)
             elif isinstance(event, TaskSubmitted):
                 yield self._wait("b", event.task_id, event.name, event.at_s)
             elif isinstance(event, TaskFinished):
@@ -81,6 +80,7 @@ class _Writer:
                 start = begun.pop(event.task_id, None)
                 if start is not None:
                     yield self._run(start, event)
+                yield self._wait("b", event.task_id, event.name, event.at_s)
         yield from self._names()
 
     def _us(self, at_s: float) -> float:
