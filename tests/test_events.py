@@ -97,6 +97,24 @@ class TestHooks:
             assert running.result(60)
         assert [event.task_id for event in seen if isinstance(event, TaskFinished)] == [1, 2, 3, 0]
 
+    def test_interrupt_in_a_done_callback_leaves_no_task_that_was_to_be_cancelled(self, kind: Kind) -> None:
+        seen, go = list[Event](), threading.Event()
+
+        def interrupted(future: object) -> None:
+            raise KeyboardInterrupt
+
+        with kind.pool(max_workers=1, hooks=[seen.append]) as pool:
+            running = pool.submit(go.wait, 60)
+            assert eventually(running.running)
+            waiting = [pool.submit(int) for _ in range(3)]
+            waiting[0].add_done_callback(interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pool.shutdown(cancel_futures=True)
+            assert all(future.cancelled() for future in waiting)
+            go.set()
+            assert running.result(60)
+        assert [event.task_id for event in seen if isinstance(event, TaskFinished)] == [1, 2, 3, 0]
+
     @pytest.mark.parametrize("equal", [True, ValueError("cannot be compared")], ids=["equal", "raises"])
     def test_hooks_are_not_compared(self, equal: object) -> None:
         class Comparing:

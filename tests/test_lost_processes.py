@@ -211,6 +211,22 @@ class TestLost:
         assert future.receipt().retries == seen[-1].retries == 2
         assert future.receipt().ran_s < seen[-1].at_s - starts[0].at_s, "of its last run"
 
+    def test_the_start_of_another_process_is_none_of_the_run_s_time(self, tmp_path: Path) -> None:
+        """The first run has most of its time, and the next process takes longer to start than what is left."""
+
+        def start() -> None:
+            if (tmp_path / "runs").exists():
+                time.sleep(3)
+
+        def task() -> str:
+            if not (tmp_path / "runs").exists():
+                time.sleep(1.5)
+            die_once(tmp_path / "runs")
+            return "done"
+
+        with GPUPoolExecutor(1, workers="processes", devices="cpu", initializer=start) as pool:
+            assert pool.submit(gpu_task(retries=1, timeout=4)(task)).result(WAIT_S) == "done"
+
     def test_lost_on_the_cpu_after_it_was_out_of_memory(self, pool: GPUPoolExecutor, tmp_path: Path) -> None:
         """The run on the CPU is not one of the retries."""
 

@@ -17,9 +17,10 @@ import pytest
 import torch
 from conftest import Kind, eventually
 
-from managed_exec import GPUPoolExecutor, MemoryPolicy, gpu_task, sim
+from managed_exec import GPUPoolExecutor, MemoryPolicy, current_task, gpu_task, sim
 from managed_exec.errors import TaskCancelledError, TaskTimeoutError
 from managed_exec.events import Event, TaskFinished, TaskRetried, TaskStarted, TaskSubmitted, TensorMoved
+from managed_exec.future import TaskFuture
 from managed_exec.memory.manager import manager
 from managed_exec.scheduling import watchdog
 
@@ -154,6 +155,7 @@ class TestReceipt:
         assert on_cpu.receipt().device == torch.device("cpu")
         assert "on_oom='cpu'" in on_cpu.receipt().reason
         assert on_cpu.receipt().retries == 1
+        assert on_cpu.receipt().peak_bytes is None
         of_cpu = [event for event in seen if not isinstance(event, TensorMoved) and event.task_id == 1]
         assert [type(event) for event in of_cpu] == [TaskSubmitted, TaskStarted, TaskRetried, TaskStarted, TaskFinished]
         assert (of_cpu[2].reason, of_cpu[3].device, of_cpu[3].attempt) == ("out of memory", torch.device("cpu"), 1)
@@ -182,6 +184,31 @@ class TestReceipt:
         assert [event.device for event in seen if isinstance(event, TaskFinished) and event.task_id == 1] == [
             torch.device("sim", 0)
         ]
+
+    def test_cancelled_by_who_hears_that_it_runs_again(self, simulator: Kind, tmp_path: Path) -> None:
+        sim.enable(devices=1, memory="2MiB")
+        ran, seen, futures = list[str](), list[Event](), list[TaskFuture[None]]()
+        submitted = threading.Event()
+
+        def hook(event: Event) -> None:
+            seen.append(event)
+            if isinstance(event, TaskRetried):
+                assert submitted.wait(WAIT_S)
+                futures[0].cancel()
+
+        def task() -> None:
+            ran.append(current_task().device.type)
+            ones(4 * MIB)
+
+        with GPUPoolExecutor(1, hooks=[hook]) as pool, pool.trace(tmp_path / "run.json"):
+            futures.append(pool.submit(gpu_task(on_oom="cpu")(task)))
+            submitted.set()
+            assert isinstance(futures[0].exception(WAIT_S), TaskCancelledError)
+        assert ran == ["sim"]
+        assert [type(event) for event in seen] == [TaskSubmitted, TaskStarted, TaskRetried, TaskFinished]
+        assert (seen[-1].device, futures[0].receipt().device) == (torch.device("sim", 0),) * 2
+        entries = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+        assert [entry["ph"] for entry in entries if entry.get("cat") == "wait"] == ["b", "e"] * 2
 
     def test_of_a_task_that_was_given_up(self, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(watchdog, "GRACE_S", 0.05)
@@ -309,6 +336,7 @@ class TestTrace:
             pool.submit(gpu_task(on_oom="retry", retries=1)(lambda: ones(4 * MIB))).exception(WAIT_S)
         entries = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
         assert [entry["args"]["attempt"] for entry in entries if entry["ph"] == "X"] == [0, 1]
+        assert [entry["ph"] for entry in entries if entry.get("cat") == "wait"] == ["b", "e"] * 2
 
     def test_error_that_cannot_be_shown(self, kind: Kind, tmp_path: Path) -> None:
         class Unspeakable(Exception):

@@ -17,7 +17,7 @@ import torch
 from conftest import Kind, eventually, identity
 
 from managed_exec import GPUPoolExecutor, current_task, gpu_task
-from managed_exec.options import TaskOptions, name_of, options_of
+from managed_exec.options import NO_OPTIONS, TaskOptions, name_of, options_of
 from managed_exec.task import CurrentTask, Task
 
 WAIT_S = 30
@@ -264,3 +264,4 @@ def test_a_mark_on_what_answers_any_name_with_anything() -> None:
 
     assert gpu_task(priority=1)(Proxy())(3) == 4
     assert gpu_task(Proxy())(3) == 4
+    assert options_of(Proxy()) is NO_OPTIONS

@@ -11,7 +11,8 @@ import torch
 from conftest import Kind, eventually
 
 from managed_exec import GPUPoolExecutor, MemoryPolicy, current_task, gpu_task, sim
-from managed_exec.events import TaskFinished, TaskStarted
+from managed_exec.errors import TaskCancelledError
+from managed_exec.events import TaskFinished, TaskRetried, TaskStarted, TaskSubmitted
 from managed_exec.telemetry.prometheus import BUCKETS_S, PoolMetrics
 
 prometheus_client = pytest.importorskip("prometheus_client", reason="prometheus-client, the extra metrics")
@@ -108,6 +109,16 @@ class TestTasks:
         hook(TaskStarted(0, "f", first, "w", 0, 1.0))
         hook(TaskFinished(0, "f", second, "w", 0.0, 1.0, 2.0, None))
         assert shown(registry)['managed_exec_tasks_running{device="cuda:0",pool="default"}'] == 0
+
+    def test_one_that_was_to_run_again_has_run_until_then(self, registry: object) -> None:
+        hook = PoolMetrics(registry).hook()
+        device = torch.device("cuda:0")
+        hook(TaskSubmitted(0, "f", 1.0))
+        hook(TaskStarted(0, "f", device, "w", 0, 2.0))
+        hook(TaskRetried(0, "f", "w", 5.0, "out of memory"))
+        hook(TaskFinished(0, "f", device, "w", 1.0, 2.0, 105.0, TaskCancelledError(), 1))
+        assert shown(registry)['managed_exec_task_ran_seconds_sum{device="cuda:0",pool="default"}'] == 3
+        assert shown(registry)['managed_exec_tasks_queued{pool="default"}'] == 0
 
     def test_buckets_go_up(self) -> None:
         assert list(BUCKETS_S) == sorted(set(BUCKETS_S))
