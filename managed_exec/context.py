@@ -150,7 +150,8 @@ class DeviceContext(TorchFunctionMode):
         The task may have used these by their index. There it shares the default stream with whoever else does, so this
         can wait for more than the task's own work, never for less; and an error there may be anyone's.
         """
-        stream.synchronize()
+        if not stream.query():  # to wait for nothing costs more: it lets other threads have the interpreter
+            stream.synchronize()
         for current in current_streams:
             try:
                 if current != stream and not current.query():

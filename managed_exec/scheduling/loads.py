@@ -23,6 +23,7 @@ from managed_exec.devices import Device, DeviceMemory
 from managed_exec.errors import DeviceOutOfServiceError, PlacementError
 from managed_exec.options import ANY, Need
 from managed_exec.scheduling.placement import PLACEMENTS, DeviceSnapshot, Placement, PlacementRequest
+from managed_exec.scheduling.short_section import ShortSection
 from managed_exec.sizes import format_bytes
 
 # What a device is kept for that is out of service: no task's need is this one.
@@ -53,6 +54,7 @@ class DeviceLoads:
         self._trusted = placement in PLACEMENTS.values()
         # Guards all fields below. A leaf: nothing is called under it but trusted placements.
         self._lock = threading.Lock()
+        self._section = ShortSection(self._lock)  # for what each task does: in workers, so not in the main thread
         self._running = [0] * len(devices)  # tasks, by position
         self._reserved = [0] * len(devices)  # bytes, by position
         self._expected = [0] * len(devices)  # bytes, by position: the reserved ones and guesses
@@ -143,7 +145,7 @@ class DeviceLoads:
         if need is not ANY:
             self._know_capacities(need)
         if self._trusted:
-            with self._lock:
+            with self._section:
                 if len(self._running) == 1 and need is ANY and not self._kept_for:  # nothing to choose
                     self._running[0] += 1
                     self._changed.add(0)
@@ -165,7 +167,7 @@ class DeviceLoads:
 
     def give_back(self, position: int, need: Need = ANY) -> None:
         """Undo one ``book`` of *position*."""
-        with self._lock:
+        with self._section:
             self._running[position] -= 1
             self._changed.add(position)
             if need is not ANY:

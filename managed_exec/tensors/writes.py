@@ -35,8 +35,8 @@ def write_count() -> int:
 
 def begin_call() -> int:
     """Note that a call at the function level begins; return ``write_count()``."""
-    _thread.count_at_call = _thread.count
-    return _thread.count
+    count = _thread.count_at_call = _thread.count
+    return count
 
 
 def call_has_written() -> bool:

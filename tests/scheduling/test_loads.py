@@ -163,7 +163,7 @@ class TestOnBusy:
                     self.overtaken = True
                     loads.book(None)
 
-        loads._lock = OvertakenOnce()  # type: ignore[assignment]
+        loads._lock = loads._section = OvertakenOnce()  # type: ignore[assignment]
         loads.book(None)
         assert loads.running == 2
         assert calls
