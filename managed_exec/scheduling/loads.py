@@ -54,7 +54,9 @@ class DeviceLoads:
         self._trusted = placement in PLACEMENTS.values()
         # Guards all fields below. A leaf: nothing is called under it but trusted placements.
         self._lock = threading.Lock()
-        self._section = ShortSection(self._lock)  # for what each task does: in workers, so not in the main thread
+        # For what each task does: in workers, so not in the main thread. Where there is nothing to choose, hardly
+        # anybody finds the lock taken.
+        self._section = self._lock if len(devices) == 1 else ShortSection(self._lock)
         self._running = [0] * len(devices)  # tasks, by position
         self._reserved = [0] * len(devices)  # bytes, by position
         self._expected = [0] * len(devices)  # bytes, by position: the reserved ones and guesses
