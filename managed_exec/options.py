@@ -160,6 +160,9 @@ def gpu_task(
 def gpu_task(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """Return a function that does what *fn* does and says what its tasks need; *fn* itself stays as it is.
 
+    It goes above other decorators: a variant by ``options`` calls *fn*, and so is without what is above the mark. What
+    else *fn* has, such as the ``cache_clear`` of a cached function, ``__wrapped__`` has.
+
     Args:
         fn: the function, or whatever else can be called; of a class, a function that makes an instance.
         options: see ``TaskOptions``. ``function.options(...)`` returns a variant for one call; of a method, it is
