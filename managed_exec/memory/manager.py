@@ -174,6 +174,7 @@ class MemoryManager:
         table = self.table
         records = kernel.records
         table.take_off(records)
+        has_run = True
         try:
             for record in records:
                 if record.residency is not RESIDENT:
@@ -184,26 +185,30 @@ class MemoryManager:
         except DeviceMemoryError:
             raise
         except torch.OutOfMemoryError as error:
+            has_run = False
             return NoRoom.of(error, kernel.device())
         finally:
-            table.land()
+            table.land(has_run=has_run)
         return self._run_with_returns(kernel)
 
     def _run_with_returns(self, kernel: Kernel[T]) -> T | NoRoom:
         """Run *kernel* once those of its operands that are not resident have been brought back."""
         marked: list[Record] = []  # grows under the lock, by one resident record after another
         self.table.take_off(marked)
+        has_run = False
         try:
             for record in kernel.records:
                 if not self._bring_back(record, marked):
                     return NoRoom(record.device, record.n_bytes)
-            return _in_order(kernel)
+            result = _in_order(kernel)
+            has_run = True
+            return result
         except DeviceMemoryError:
             raise
         except torch.OutOfMemoryError as error:
             return NoRoom.of(error, kernel.device())
         finally:
-            self.table.land()
+            self.table.land(has_run=has_run)
 
     def _bring_back(self, record: Record, marked: list[Record]) -> bool:
         """Have *record* resident and in *marked*; return False, and do neither, if there is no room for it."""

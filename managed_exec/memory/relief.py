@@ -49,6 +49,7 @@ class NoRoom(NamedTuple):
 
     device: torch.device
     needed_bytes: int  # what could not be allocated
+    least_bytes: int = 0  # the least that this is, besides the operands
 
     @staticmethod
     def of(error: torch.OutOfMemoryError, device: torch.device) -> NoRoom:
@@ -56,8 +57,9 @@ class NoRoom(NamedTuple):
         found = _TRIED.search(str(error))
         if found is None:
             return NoRoom(device, _GUESSED_BYTES)
-        # The text has two decimals, so the true number may be half of the last one more.
-        return NoRoom(device, int((float(found[1]) + (0.005 if "." in found[1] else 0)) * _UNITS[found[2]]))
+        # The text has two decimals, so the true number may be half of the last one more, or less.
+        value, rounded, unit = float(found[1]), 0.005 if "." in found[1] else 0.0, _UNITS[found[2]]
+        return NoRoom(device, int((value + rounded) * unit), int((value - rounded) * unit))
 
 
 class ElsewhereError(DeviceMemoryError):
@@ -74,12 +76,36 @@ class ElsewhereError(DeviceMemoryError):
 class _Request(NamedTuple):
     """Who needs how much room where."""
 
-    device: torch.device
-    needed_bytes: int  # at least
+    no_room: NoRoom  # what its kernel has returned
     wanted_bytes: int  # to be spilled for it
     operands: Sequence[Record]  # of the kernel; not spilled for it
     task: Owner | None
     may_leave: bool  # whether the call can be made on another device
+
+    @property
+    def device(self) -> torch.device:
+        return self.no_room.device
+
+    @property
+    def needed_bytes(self) -> int:
+        return self.no_room.needed_bytes
+
+
+class _Patience:
+    """Until when a request waits for what others may let go of, counted from when there was last something to spill."""
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
+        self._since: float | None = None  # None: it has not waited since
+
+    def renew(self) -> None:
+        self._since = None
+
+    def deadline(self, *, for_tasks: bool) -> float:
+        """Return until when to wait, by the monotonic clock; for a moment only, if not for tasks."""
+        if self._since is None:
+            self._since = time.monotonic()
+        return self._since + (self._wait_s if for_tasks else min(_GRACE_S, self._wait_s))
 
 
 class Relief:
@@ -123,7 +149,7 @@ class Relief:
         age = _YOUNGEST if task is None else task.age
         may_leave = may_leave and not (ownership.thread.stays or any(record.pins for record in operands))
         while True:
-            request = _Request(no_room.device, no_room.needed_bytes, no_room.needed_bytes, operands, task, may_leave)
+            request = _Request(no_room, no_room.needed_bytes, operands, task, may_leave)
             # One turn at a time: two threads that each held one and wanted the other's would wait for ever.
             with self._turns_of(no_room.device).turn(age):
                 outcome = self._rerun_on(call, request)
@@ -138,16 +164,14 @@ class Relief:
 
         Whoever has the turn may be waiting for the outer kernel. That lets go of its operands when this one raises.
         """
-        request = _Request(no_room.device, no_room.needed_bytes, no_room.needed_bytes, operands, task, False)
+        request = _Request(no_room, no_room.needed_bytes, operands, task, False)
         while self._spill_coldest(request, set()):
             outcome = call()
             if not isinstance(outcome, NoRoom):
                 return outcome
             no_room = outcome
             request = request._replace(
-                device=no_room.device,
-                needed_bytes=no_room.needed_bytes,
-                wanted_bytes=max(request.wanted_bytes * 2, no_room.needed_bytes),
+                no_room=no_room, wanted_bytes=max(request.wanted_bytes * 2, no_room.needed_bytes)
             )
         raise torch.OutOfMemoryError(
             f"no room on {no_room.device} in a kernel. Tried to allocate {no_room.needed_bytes} bytes"
@@ -168,17 +192,17 @@ class Relief:
     def _rerun_on(self, call: Callable[[], T | NoRoom], request: _Request) -> T | NoRoom:
         """Make room on a device until *call* succeeds or finds no room on another one. The turn is held."""
         vain = 0  # reruns in a row before which there was nothing to spill
+        patience = _Patience(self._policy.wait_s)
         while True:
-            vain = 0 if self._make_room(request, vain) else vain + 1
+            vain = 0 if self._make_room(request, vain, patience) else vain + 1
             with self._table.lock:
                 self.reruns += 1
             outcome = call()
             if not isinstance(outcome, NoRoom) or outcome.device != request.device:
                 return outcome
             # Freed, but not enough, or in pieces, or taken by others: more than before.
-            needed_bytes = outcome.needed_bytes
             request = request._replace(
-                needed_bytes=needed_bytes, wanted_bytes=max(request.wanted_bytes * 2, needed_bytes)
+                no_room=outcome, wanted_bytes=max(request.wanted_bytes * 2, outcome.needed_bytes)
             )
 
     def _turns_of(self, device: torch.device) -> Turns:
@@ -187,22 +211,22 @@ class Relief:
                 self._turns[device] = Turns(self._table.changed, self._table.check_stop)
             return self._turns[device]
 
-    def _make_room(self, request: _Request, vain: int) -> bool:
+    def _make_room(self, request: _Request, vain: int, patience: _Patience) -> bool:
         """Free what is wanted, or as much as can be; wait where that helps. The turn is held.
 
         Returns:
-            Whether anything was spilled. If not, another try is worth it all the same.
+            Whether anything was spilled, or let go of by others. If not, another try is worth it all the same.
 
         Raises:
             DeviceMemoryError: another try is not worth it.
         """
-        device, needed_bytes = request.device, request.needed_bytes
-        if needed_bytes > self._limits.total_bytes(device):
-            reason = "that is more than the device has"
-            self._send_elsewhere(request, reason)
-            raise DeviceMemoryError(self._no_room(request, reason))
+        never = self._why_never(request)
+        if never is not None:
+            self._send_elsewhere(request, never)
+            raise DeviceMemoryError(self._no_room(request, never))
         unplaced: set[Record] = set()
         if self._spill_coldest(request, unplaced):
+            patience.renew()
             return True
         if vain == 0:
             # What the allocator keeps for reuse may be in the wrong pieces.
@@ -213,16 +237,28 @@ class Relief:
         reason = "beside the kernel's own operands nothing that is there can be moved"
         if unplaced:
             reason = "no tier has room for what could be moved"
-        hope = self._wait_for_others(request, unplaced, for_tasks=False)
+        hope = self._wait_for_others(request, unplaced, patience, for_tasks=False)
         if not hope:
             self._send_elsewhere(request, reason)
-            hope = self._wait_for_others(request, unplaced, for_tasks=True)
+            hope = self._wait_for_others(request, unplaced, patience, for_tasks=True)
         if hope:
             self._spill_coldest(request, unplaced)
             return True  # if another was faster, there is something else now
         if vain < _MAX_VAIN_RERUNS and self._has_room(request):
             return False  # somebody has let go of it meanwhile
         raise DeviceMemoryError(self._no_room(request, reason, unplaced))
+
+    def _why_never(self, request: _Request) -> str | None:
+        """Return why the device will never have room for a request, whatever others do; None if it may."""
+        total_bytes = self._limits.total_bytes(request.device)
+        if request.needed_bytes > total_bytes:
+            return "that is more than the device has"
+        operands = [record for record in request.operands if record.device == request.device]
+        # What is not resident may be what could not be allocated.
+        least_bytes = request.no_room.least_bytes + sum(r.n_bytes for r in operands if r.residency is RESIDENT)
+        if max(least_bytes, sum(record.n_bytes for record in operands)) > total_bytes:
+            return "with the kernel's operands that is more than the device has"
+        return None
 
     def _has_room(self, request: _Request) -> bool:
         return self._limits.memory(request.device).free_bytes >= request.needed_bytes
@@ -277,7 +313,9 @@ class Relief:
                     break
         return freed > 0
 
-    def _wait_for_others(self, request: _Request, unplaced: Collection[Record], *, for_tasks: bool) -> bool:
+    def _wait_for_others(
+        self, request: _Request, unplaced: Collection[Record], patience: _Patience, *, for_tasks: bool
+    ) -> bool:
         """Wait until something of another kernel or task may have become movable, or is gone; return whether it has.
 
         What is *unplaced* does not count: it was movable already.
@@ -289,8 +327,7 @@ class Relief:
                 (they may be waiting for this one), their plain tensors included; else for a moment, for references that
                 are just going.
         """
-        wait_s = self._policy.wait_s if for_tasks else min(_GRACE_S, self._policy.wait_s)
-        deadline = time.monotonic() + wait_s
+        deadline = patience.deadline(for_tasks=for_tasks)
         free_bytes = self._limits.memory(request.device).free_bytes
         with self._table.lock:
             landed = self._table.landed
@@ -305,7 +342,8 @@ class Relief:
                 waited_for = self._table.in_use_elsewhere()
                 in_flight = any(r in waited_for or r.residency in MOVING for r in others)
                 unregistered = self._table.in_flight_elsewhere()
-                if not in_flight and not unregistered and landed != self._table.landed:
+                is_early = time.monotonic() < deadline
+                if is_early and not in_flight and not unregistered and landed != self._table.landed:
                     return True  # what was in flight is down, and what it made may have gone already
                 if for_tasks:
                     hope = self._others_hold(request, others)
@@ -314,7 +352,7 @@ class Relief:
                 memory = self._limits.memory(request.device)
                 if memory.free_bytes > free_bytes and memory.free_bytes >= request.needed_bytes:
                     return True
-                if not in_flight and not ((hope or unregistered) and time.monotonic() < deadline):
+                if not in_flight and not ((hope or unregistered) and is_early):
                     return False
                 self._table.waiting += 1
                 try:

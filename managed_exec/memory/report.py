@@ -15,6 +15,7 @@ from managed_exec.sizes import format_bytes
 
 _TIERS_FULL = "movable, but no tier takes it"
 _PINNED = "pinned"
+_OPERAND = "an operand of the kernel"
 
 
 def no_room_text(
@@ -41,7 +42,7 @@ def no_room_text(
                 name = "no task" if record.owner is None else record.owner.name
                 obstacle = table.obstacle(record)
                 if obstacle is None and record in operands:
-                    obstacle = "an operand of the kernel"
+                    obstacle = _OPERAND
                 elif obstacle is None:
                     obstacle = _TIERS_FULL if record in unplaced else "movable"
                 held[name, obstacle] += record.n_bytes
@@ -68,7 +69,8 @@ def no_room_text(
 def _advice(
     policy: MemoryPolicy, wanted_bytes: int, total_bytes: int, unmanaged_bytes: int, held: Counter[tuple[str, str]]
 ) -> str:
-    if wanted_bytes > total_bytes:
+    operand_bytes = sum(n_bytes for (_, why), n_bytes in held.items() if why == _OPERAND)
+    if wanted_bytes + operand_bytes > total_bytes:
         return "a smaller batch or problem, or a device with more memory"
     reasons = {why for _, why in held}
     advice = []

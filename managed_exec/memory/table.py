@@ -31,7 +31,7 @@ class RecordTable:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.waiting = 0  # threads that wait for kernels to end; guarded by the lock
-        # Kernels that have ended. Counted without the lock: of two that end at once one may go uncounted, which does
+        # Kernels that have run. Counted without the lock: of two that end at once one may go uncounted, which does
         # not matter to whoever looks whether any has.
         self.landed = 0
         # Tasks that run now. Each adds and removes its own, in single steps, so no lock is taken.
@@ -89,10 +89,16 @@ class RecordTable:
             flights.future.check_stop()
         flights.records.append(records)
 
-    def land(self) -> None:
-        """Note that the calling thread's last kernel has ended: what it made has a record, or is gone."""
+    def land(self, *, has_run: bool = True) -> None:
+        """Note that the calling thread's last kernel has ended: what it made has a record, or is gone.
+
+        Args:
+            has_run: False of one that found no room. It will be tried again, so nobody must hope for anything from its
+                end: several such would keep each other's hope up for ever.
+        """
         self._thread.flights.records.pop()
-        self.landed += 1
+        if has_run:
+            self.landed += 1
         if self.waiting:
             with self.lock:
                 self.changed.notify_all()

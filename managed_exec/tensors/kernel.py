@@ -138,11 +138,13 @@ def same_view(tensor: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
 def or_no_room(call: Callable[[], T], device: torch.device, table: RecordTable) -> T | NoRoom:
     """Return what *call* returns, all of it with its records, or that it has found no room on *device*."""
     table.take_off(())
+    has_run = True
     try:
         return call()
     except DeviceMemoryError:
         raise
     except torch.OutOfMemoryError as error:
+        has_run = False
         return NoRoom.of(error, device)
     finally:
-        table.land()
+        table.land(has_run=has_run)

@@ -108,6 +108,59 @@ def test_one_kernel_larger_than_the_device(small_device: MemoryManager) -> None:
     assert kept.tolist() == list(range(1024))
 
 
+def test_one_kernel_whose_operands_leave_it_no_room(small_device: MemoryManager) -> None:
+    """Nothing that others let go of would help, so nobody is waited for."""
+    held, done = threading.Event(), threading.Event()
+
+    def holder() -> None:
+        kept = torch.ones(2**16, device="cuda")
+        with kept.hold():
+            held.set()
+            assert done.wait(WAIT_S)
+
+    def task() -> None:
+        a, b = (torch.ones(3 * HALF // 4, device="cuda") for _ in range(2))
+        torch.add(a, b)
+
+    with pool(small_device, 2) as executor:
+        other = executor.submit(holder)
+        assert held.wait(WAIT_S)
+        error = executor.submit(task).exception(WAIT_S)
+        assert not other.done(), "it was not waited for"
+        done.set()
+        other.result(WAIT_S)
+    assert isinstance(error, DeviceMemoryError)
+    assert "with the kernel's operands that is more than the device has" in str(error)
+    assert "What helps: a smaller batch" in str(error)
+
+
+def test_those_that_hope_in_vain_give_up(simulator: Kind) -> None:
+    """On each of three devices a task waits for what another one holds: none takes the others' tries for progress."""
+    sim.enable(devices=3, memory=DEVICE_BYTES)
+    manager = configure(MemoryPolicy(min_bytes=1024, wait_s=1))
+    held, want, done = threading.Semaphore(0), threading.Barrier(3), threading.Event()
+
+    def holder() -> None:
+        with torch.ones(HALF, device="cuda").hold():
+            held.release()
+            assert done.wait(WAIT_S)
+
+    def wanting() -> float:
+        mine = torch.ones(HALF // 2, device="cuda")
+        want.wait(WAIT_S)
+        return (torch.cat([mine, mine, mine]) + 1).sum().item()
+
+    with pool(manager, 6, tasks_per_device=2) as executor:
+        holders = [executor.submit(holder) for _ in range(3)]
+        assert all(held.acquire(timeout=WAIT_S) for _ in range(3))
+        errors = [future.exception(WAIT_S) for future in [executor.submit(wanting) for _ in range(3)]]
+        assert not any(future.done() for future in holders)
+        done.set()
+        for future in holders:
+            future.result(WAIT_S)
+    assert [type(error) for error in errors] == [DeviceMemoryError] * 3
+
+
 def test_error_says_who_holds_what(small_device: MemoryManager) -> None:
     pinned = manage(torch.zeros(HALF)).to("sim:0").pin()
     shared = torch.zeros(HALF, device="sim:0")
