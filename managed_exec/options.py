@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass, fields, replace
 from types import FunctionType, MappingProxyType
@@ -27,6 +27,7 @@ DeviceChoice: TypeAlias = "int | str | torch.device | Callable[[torch.device], b
 OnOom: TypeAlias = Literal["raise", "retry", "cpu"]
 _ON_OOM = ("raise", "retry", "cpu")
 _ATTRIBUTE = "__gpu_task_options__"
+_OF_OBJECTS = ("__module__", "__doc__")
 
 
 @dataclass(frozen=True)
@@ -188,12 +189,16 @@ def _check_names(options: Mapping[str, Any]) -> None:
 
 def options_of(function: Callable[..., Any]) -> TaskOptions:
     """Return the options that *function* carries; if it is a ``functools.partial`` without, those of what it calls."""
-    # By its type, for a proxy answers with anything.
-    while not isinstance(options := getattr(function, _ATTRIBUTE, None), TaskOptions):
+    while True:
+        try:
+            options = getattr(function, _ATTRIBUTE, None)
+        except Exception:  # noqa: BLE001 what is the user's may raise anything
+            options = None
+        if isinstance(options, TaskOptions):  # a proxy answers with anything
+            return options
         if not isinstance(function, functools.partial):
             return NO_OPTIONS
         function = called_by(function)
-    return options
 
 
 def called_by(function: functools.partial[Any]) -> Callable[..., Any]:
@@ -230,15 +235,25 @@ def _with_options(options: TaskOptions, function: Any) -> Any:
 
     # Of an object that can be called, its attributes are none of the function's.
     updated = functools.WRAPPER_UPDATES if isinstance(function, FunctionType) else ()
-    # An object has no name of its own, and a proxy answers with anything.
-    is_named = isinstance(getattr(function, "__name__", None), str)
-    assigned = functools.WRAPPER_ASSIGNMENTS if is_named else ("__module__", "__doc__")
-    functools.update_wrapper(task, function, assigned, updated)
+    functools.update_wrapper(task, function, _given_by(function), updated)
     task.__qualname__ = name_of(function)
     setattr(task, _ATTRIBUTE, options)
     # Refers to the function and not to the task: a cycle would keep what a lambda closes over until it is collected.
     task.options = functools.partial(_variant, function, options)  # type: ignore[attr-defined]  # a function takes any
     return task
+
+
+def _given_by(function: Any) -> Sequence[str]:
+    """Return which attributes a wrapper of *function* takes from it."""
+    try:
+        # An object has no name of its own, and a proxy answers with anything.
+        if isinstance(getattr(function, "__name__", None), str):
+            return functools.WRAPPER_ASSIGNMENTS
+        for name in _OF_OBJECTS:
+            getattr(function, name, None)
+        return _OF_OBJECTS
+    except Exception:  # noqa: BLE001 what is the user's may raise anything
+        return ()
 
 
 def _variant(function: Any, options: TaskOptions, /, **changes: Any) -> Any:

@@ -211,6 +211,25 @@ class TestLost:
         assert future.receipt().retries == seen[-1].retries == 2
         assert future.receipt().ran_s < seen[-1].at_s - starts[0].at_s, "of its last run"
 
+    def test_cancelled_by_who_hears_of_it(self, pool: GPUPoolExecutor, tmp_path: Path) -> None:
+        """It does not begin again, and nobody is told that it does."""
+        seen: list[Event] = []
+        futures: list[Future[int]] = []
+        submitted = threading.Event()
+
+        def hook(event: Event) -> None:
+            seen.append(event)
+            if isinstance(event, TaskRetried):
+                assert submitted.wait(WAIT_S)
+                futures[0].cancel()
+
+        key = pool._hooks.add(hook)
+        futures.append(pool.submit(gpu_task(retries=2)(die_once), tmp_path / "runs"))
+        submitted.set()
+        assert isinstance(futures[0].exception(WAIT_S), TaskCancelledError)
+        pool._hooks.remove(key)
+        assert [type(event) for event in seen] == [TaskSubmitted, TaskStarted, TaskRetried, TaskFinished]
+
     def test_the_start_of_another_process_is_none_of_the_run_s_time(self, tmp_path: Path) -> None:
         """The first run has most of its time, and the next process takes longer to start than what is left."""
 

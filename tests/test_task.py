@@ -265,3 +265,19 @@ def test_a_mark_on_what_answers_any_name_with_anything() -> None:
     assert gpu_task(priority=1)(Proxy())(3) == 4
     assert gpu_task(Proxy())(3) == 4
     assert options_of(Proxy()) is NO_OPTIONS
+
+
+def test_a_mark_on_what_raises_at_any_name() -> None:
+    class Remote:
+        def __getattr__(self, name: str) -> None:
+            raise KeyError(name)
+
+        def __call__(self, x: int) -> int:
+            return x + 1
+
+    assert options_of(Remote()) is NO_OPTIONS
+    marked = gpu_task(priority=1)(Remote())
+    assert marked(3) == 4
+    assert options_of(marked).priority == 1
+    with GPUPoolExecutor(1, devices="cpu") as pool:
+        assert pool.submit(Remote(), 3).result(60) == 4

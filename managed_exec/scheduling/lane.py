@@ -171,5 +171,6 @@ def raised_in(failure: Failure) -> BaseException:
     if not isinstance(error, BaseException):
         error = RemoteError(f"{failure.text} (this stands for the exception, which cannot be pickled)")
     cause = RemoteOutOfMemory if failure.is_out_of_memory else RemoteTraceback
-    error.__cause__ = cause(failure.traceback)
+    base: Any = BaseException
+    base.__cause__.__set__(error, cause(failure.traceback))  # also where its class lets nothing be set
     return error

@@ -36,11 +36,15 @@ class Outcomes:
         """Whether anybody listens."""
         return bool(self._hooks.hooks)
 
+    def device_at(self, position: int | None) -> torch.device:
+        """Return the device at *position*; the CPU if that is None."""
+        return _CPU if position is None else self._loads.devices[position]
+
     def tell_start(self, task: Task, position: int | None, worker: str) -> None:
         """Tell that *task* is about to be called on the device at *position*; on the CPU if that is None."""
         started_s = perf_counter() if task.started_s is None else task.started_s
-        device = _CPU if position is None else self._loads.devices[position]
-        self._hooks.emit(TaskStarted(task.id, task.name, device, worker, task.attempts, started_s))
+        start = TaskStarted(task.id, task.name, self.device_at(position), worker, task.attempts, started_s)
+        self._hooks.emit(start)
 
     def tell_retry(self, task: Task, worker: str, reason: Literal["out of memory", "process lost"]) -> None:
         """Tell that a run of *task* is over for that *reason*, and another will come."""
@@ -80,7 +84,7 @@ class Outcomes:
         if task.started_s is None:
             reason = "it has not run"
         elif task.former_run is not None:
-            device, reason = task.former_run[0], "it ran out of device memory there, and has not run again"
+            device, reason = task.former_run[0], "it was to run again after a run there, and has not"
         elif position is None or end is None:
             device, reason = _CPU, "it ran out of device memory, and on_oom='cpu'"
         else:

@@ -17,6 +17,7 @@ Locks: the queue's own, then ``DeviceLoads._lock``. Nothing of the user's runs u
 from __future__ import annotations
 
 import heapq
+import logging
 import queue
 import threading
 from collections import deque
@@ -27,6 +28,8 @@ from managed_exec.scheduling.appraisal import Appraiser
 from managed_exec.scheduling.held import HeldTask, HeldTasks
 from managed_exec.scheduling.loads import DeviceLoads
 from managed_exec.task import Task
+
+_log = logging.getLogger("concurrent.futures")  # where the standard pool reports what befalls a worker
 
 _LOOK = object()  # a token that stands for no task
 
@@ -90,6 +93,8 @@ class TaskQueue:
             else:
                 task = held.task
             if task.future.is_unwanted:
+                if held is not None:  # it may be so only now, and a device still be kept for it
+                    self._loads.keep_no_longer(task.need)
                 return task, None, None
             if self._appraiser is not None and (held is None or task.need.unknown):
                 before = task.need
@@ -123,7 +128,10 @@ class TaskQueue:
             if is_refused:
                 if self._new_error is not None:
                     return task, None, self._new_error()
-                task.future.cancel()
+                try:
+                    task.future.cancel()
+                except BaseException:  # noqa: BLE001 a done callback's; the task is cancelled, and its worker is needed
+                    _log.exception("exception in a done callback of task %d", task.id)
                 return task, None, None
             del task, held
 

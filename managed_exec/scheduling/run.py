@@ -17,6 +17,12 @@ from managed_exec.task import Task
 from managed_exec.tensors.backward import drop_failed_passes
 from managed_exec.tensors.backward import thread as passes
 
+# Of any exception, whatever its class has made of these names.
+_base: Any = BaseException
+_cause_of, _context_of, _trace_of = (
+    _base.__dict__[f"__{name}__"].__get__ for name in ("cause", "context", "traceback")
+)
+
 _log = logging.getLogger("concurrent.futures")  # where the standard pool reports what befalls a worker
 
 
@@ -76,7 +82,7 @@ def error_chain(error: BaseException) -> list[BaseException]:
         current = pending.pop()
         if current is not None and not any(current is link for link in chain):
             chain.append(current)
-            pending += [current.__cause__, current.__context__]
+            pending += [_cause_of(current), _context_of(current)]
     return chain
 
 
@@ -100,10 +106,11 @@ def drop_frames(error: BaseException) -> None:
     """
     try:
         for link in error_chain(error):
-            traceback.clear_frames(link.__traceback__)
-            link.__traceback__ = _bare(link.__traceback__)
+            trace = _trace_of(link)
+            traceback.clear_frames(trace)
+            BaseException.with_traceback(link, _bare(trace))  # sets it also where the class lets nothing be set
     finally:
-        del error, link  # a frame that takes another's place refers to those that made it
+        del error, link, trace  # a frame that takes another's place refers to those that made it
 
 
 class _Raised(Exception):  # noqa: N818 never seen

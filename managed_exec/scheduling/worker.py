@@ -216,8 +216,7 @@ class Worker:
             if may_run_again and is_out_of_memory(error):
                 drop_frames(error)
                 del error, report
-                task.former_run = self._loads.devices[context.position], perf_counter()
-                self._note_retry(task, "out of memory")
+                self._note_retry(task, context.position, "out of memory")
                 if on_cpu:
                     return self._run_on_cpu(task, context)
                 task.need = task.need._replace(alone=True, unknown=None)
@@ -276,17 +275,19 @@ class Worker:
         if self._outcomes.are_told:
             self._outcomes.tell_start(task, position, self.thread.name)
 
-    def _note_retry(self, task: Task, reason: Literal["out of memory", "process lost"]) -> None:
-        """Note that a run of *task* is over for that *reason*, and another will come."""
+    def _note_retry(self, task: Task, position: int | None, reason: Literal["out of memory", "process lost"]) -> None:
+        """Note that a run of *task* at *position* is over for that *reason*, and another will come."""
         task.attempts += 1
+        task.former_run = self._outcomes.device_at(position), perf_counter()
         if self._outcomes.are_told:
             self._outcomes.tell_retry(task, self.thread.name, reason)
 
     def _note_loss(self, task: Task, position: int | None) -> None:
         """Note that the process of *task* was lost, and that it begins to run again where it is booked."""
         self._watchdog.stop_clock(task.future)  # the next run's begins when it has a process
-        self._note_retry(task, "process lost")
-        self._note_start(task, position)
+        self._note_retry(task, position, "process lost")
+        if task.future.stop is None:  # else it does not run again, and may have been given up meanwhile
+            self._note_start(task, position)
 
     def _start_clock(self, task: Task) -> None:
         if task.options.timeout is not None:

@@ -207,6 +207,25 @@ class TestClaims:
         assert not loads._kept_for
 
 
+def test_no_device_is_kept_for_one_that_is_cancelled_in_a_worker_s_hands(
+    loads: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = TaskQueue(loads)
+    task = new_task(0, 20)
+    task.attempts, task.need = 1, task.need._replace(alone=True)
+    tasks.put_back(task)
+    find = tasks._next_held
+
+    def find_and_cancel() -> object:
+        found = find()
+        task.future.cancel()
+        return found
+
+    monkeypatch.setattr(tasks, "_next_held", find_and_cancel)
+    assert tasks.take(None) == (task, None, None)
+    assert not loads._kept_for
+
+
 class TestClosedQueue:
     """A task in a worker's hands while the pool is shut down, or breaks, and that no device takes in the end."""
 
@@ -218,6 +237,19 @@ class TestClosedQueue:
         assert tasks.take(None) == (task, None, None)
         assert task.future.cancelled()
         assert not tasks.has_held
+
+    @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, ValueError])
+    def test_is_cancelled_whatever_its_callback_raises(self, loads: Counted, error: type[BaseException]) -> None:
+        def callback(future: object) -> None:
+            raise error
+
+        tasks = TaskQueue(loads)
+        loads.book(None, Need(90))
+        tasks.put(task := new_task(0, 20))
+        task.future.add_done_callback(callback)
+        tasks.close()
+        assert tasks.take(None) == (task, None, None)
+        assert task.future.cancelled()
 
     def test_fails(self, loads: Counted) -> None:
         tasks = TaskQueue(loads)

@@ -17,7 +17,7 @@ from managed_exec import MemoryPolicy
 from managed_exec.devices import CpuDevice
 from managed_exec.options import TaskOptions
 from managed_exec.scheduling import lane as lane_module
-from managed_exec.scheduling.lane_process import receive_descriptors, send_descriptors
+from managed_exec.scheduling.lane_process import _failure, receive_descriptors, send_descriptors
 from managed_exec.scheduling.lanes import Lanes, _shared_policy
 from managed_exec.task import Task
 
@@ -29,6 +29,17 @@ CPU = torch.device("cpu")
 def nothing_left() -> Iterator[None]:
     with nothing_left_by_processes():
         yield
+
+
+class Frozen(Exception):
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"cannot assign to {name!r}")
+
+
+def test_error_that_lets_nothing_be_set() -> None:
+    error = lane_module.raised_in(_failure(Frozen("mine")))
+    assert isinstance(error, Frozen)
+    assert "mine" in str(error.__cause__)
 
 
 def make_lanes(max_workers: int = 2) -> Lanes:

@@ -4,17 +4,53 @@ from __future__ import annotations
 
 import gc
 import traceback
+import weakref
+from typing import Any
 
 import pytest
 import torch
 from conftest import Kind, allocated_bytes
 
-from managed_exec import sim
+from managed_exec import gpu_task, sim
+from managed_exec.scheduling.run import drop_frames
 
 WAIT_S = 30
 
 
+class Frozen(torch.OutOfMemoryError):
+    """An error whose class lets nothing be set, and has names of its own for what others have."""
+
+    __cause__ = __context__ = __traceback__ = property(lambda self: 1 / 0)  # type: ignore[assignment]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"cannot assign to {name!r}")
+
+
+def test_frames_are_dropped_of_an_error_that_lets_nothing_be_set() -> None:
+    def fail() -> None:
+        kept = torch.ones(3)
+        gone.append(weakref.ref(kept))
+        raise Frozen("no")
+
+    gone: list[weakref.ref[torch.Tensor]] = []
+    try:
+        fail()
+    except Frozen as raised:
+        error = raised
+    drop_frames(error)
+    assert gone[0]() is None
+
+
 class TestFailures:
+    @pytest.mark.parametrize("options", [{}, {"on_oom": "retry", "retries": 1}, {"on_oom": "cpu"}], ids=str)
+    def test_error_that_lets_nothing_be_set(self, simulator: Kind, options: dict[str, Any]) -> None:
+        def fail() -> None:
+            raise Frozen("no")
+
+        with simulator.pool(max_workers=1) as pool:
+            assert isinstance(pool.submit(gpu_task(**options)(fail)).exception(WAIT_S), Frozen)
+            assert pool.submit(abs, -1).result(WAIT_S) == 1
+
     @pytest.mark.parametrize("style", ["function", "closure", "generator", "method"])
     def test_out_of_memory_in_any_style_of_task_holds_no_memory(self, simulator: Kind, style: str) -> None:
         """A closure's function keeps what it closes over, also when its frame was cleared."""

@@ -261,6 +261,31 @@ class TestObjects:
         assert trip(Holder.static.options(priority=1))() == "static"
         assert trip(Holder.of_class.__func__.options(priority=1))(Holder) == "class"  # type: ignore[attr-defined]
 
+    def test_function_whose_name_has_another_wrapper_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As in a process that has not put a wrapper there as it ran."""
+
+        def sent(value: Any) -> bytes:
+            return pack(value, in_message=True).message
+
+        def traced(fn: Any) -> Any:
+            @functools.wraps(fn)
+            def trace(*args: Any) -> Any:
+                return fn(*args)
+
+            return trace
+
+        module, marked = sys.modules[__name__], counted
+        inner = inspect.unwrap(marked)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "counted", traced(traced(marked)))
+            messages = [sent(marked), sent(inner), sent(counted.__wrapped__)]
+        assert [unpack(message, lambda count: []) for message in messages[:2]] == [marked, inner]
+        with pytest.raises(AttributeError, match="no wrapper of the function that was sent"):
+            unpack(messages[2], lambda count: [])
+        made: dict[str, Any] = {}
+        exec("def of_no_module(x): return x + 1", made)
+        assert trip(made["of_no_module"])(1) == 2
+
     def test_function_that_goes_by_value(self) -> None:
         for act in (pack, check_packs):
             with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object"):
