@@ -205,6 +205,8 @@ class TestWhatTravels:
         lock = threading.Lock()
         circle: list[object] = []
         circle += [circle, lock]
+        module: dict[str, Any] = {"guard": lock, "__name__": "__main__"}
+        exec("def guarded(): return (lambda: guard)", module)
         for future, named in (
             (pool.submit(print, 1, lock), r"task \d+ \(print\): argument 2, a lock, cannot be sent"),
             (pool.submit(print, end=lock), r"\(print\): end, a lock, cannot be sent"),
@@ -212,6 +214,7 @@ class TestWhatTravels:
                 pool.submit(lambda: lock),
                 r"<lambda>\): function's variable 'lock', a lock, cannot .* use workers='threads'",
             ),
+            (pool.submit(module["guarded"]), r"\(guarded\): function's variable 'guard', a lock, cannot be sent"),
             (pool.submit(print, {"a": [1, lock]}), r"argument 1\['a'\]\[1\], a lock, cannot be sent"),
             (pool.submit(print, partial(print, Holder(lock))), r"argument 1\[0\]\.held, a lock, cannot"),
             (pool.submit(print, circle), r"argument 1\[1\], a lock, cannot be sent"),

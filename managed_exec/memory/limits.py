@@ -14,6 +14,8 @@ from managed_exec import sim
 from managed_exec.devices import AcceleratorDevice, CpuDevice, Device, DeviceMemory
 from managed_exec.memory.policy import MemoryPolicy
 
+_NO_LIMIT = (0, 0)  # of a device that is new, until a pool comes with it
+
 
 class Limits:
     """The devices that may be used, and the limit of each."""
@@ -92,11 +94,18 @@ class Limits:
         return min(limit, total_bytes) if limit < limited_bytes else total_bytes
 
     def _forget_former_simulator(self) -> None:
-        """Forget simulated devices of before the simulator was enabled anew, or disabled. The lock is held."""
+        """Lift what was said of simulated devices before the simulator was enabled anew, or disabled; forget those that
+        there are no more. The lock is held.
+        """
         now = sim.configuration()
         if now is not self._simulator:  # each call of sim.enable makes another, also of equal values
             self._simulator = now
-            self._limits = {device: limit for device, limit in self._limits.items() if device.type != "sim"}
+            n_devices = 0 if now is None else now.devices
+            self._limits = {
+                device: limit if device.type != "sim" else _NO_LIMIT
+                for device, limit in self._limits.items()
+                if device.type != "sim" or device.index < n_devices
+            }
             self._withdrawn = {device for device in self._withdrawn if device.type != "sim"}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import logging
 import os
 import shutil
 import tempfile
@@ -24,6 +25,8 @@ from managed_exec.errors import TierFullError
 from managed_exec.memory.limits import Limits
 from managed_exec.memory.record import Residency
 from managed_exec.sizes import format_bytes
+
+_log = logging.getLogger(__name__)
 
 _PREFIX = "managed_exec-spill-"
 _LOCK_NAME = "in-use"
@@ -153,6 +156,7 @@ class DiskTier:
         self._directory: Path | None = None
         self._pid = os.getpid()  # of the process that made the directory
         self._names = itertools.count(1)
+        self._has_warned = False
 
     def allocate(self, n_bytes: int, home: torch.device) -> Copy:
         self._budget.take(n_bytes)
@@ -167,7 +171,11 @@ class DiskTier:
             if path is not None:
                 path.unlink(missing_ok=True)
             self._budget.give_back(n_bytes)
-            raise TierFullError(f"cannot write {format_bytes(n_bytes)} below {self._parent}: {error}") from error
+            text = f"cannot write {format_bytes(n_bytes)} below {self._parent}: {error}"
+            if not self._has_warned:  # once, for there may be thousands
+                self._has_warned = True
+                _log.warning("%s; what would go there stays where it is", text)
+            raise TierFullError(text) from error
         assert isinstance(storage, torch.UntypedStorage)
         return Copy(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage), n_bytes, path)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 
 from managed_exec.errors import NotSendableError
 from managed_exec.tensors.parcel import check_packs
@@ -83,7 +83,7 @@ def _parts(value: object) -> Iterable[tuple[str, object]]:
     if isinstance(value, MethodType):
         return [(".__self__", value.__self__)]
     if isinstance(value, FunctionType):
-        return [(f"'s variable {name!r}", part) for name, part in _closed_over(value)]
+        return [(f"'s variable {name!r}", part) for name, part in (*_closed_over(value), *_globals_of(value))]
     if any(getattr(type(value), name, None) is not getattr(object, name, None) for name in _CUSTOM):
         return []  # it says itself what it is pickled with
     return [(f".{name}", part) for name, part in getattr(value, "__dict__", {}).items()]
@@ -96,3 +96,11 @@ def _closed_over(function: FunctionType) -> Iterable[tuple[str, object]]:
             yield name, cell.cell_contents
         except ValueError:  # it has no value yet
             continue
+
+
+def _globals_of(function: FunctionType) -> Iterable[tuple[str, object]]:
+    """Return the variables of its module that *function*, and what is defined in it, may use, by name."""
+    pending = [function.__code__]
+    for code in pending:  # which grows meanwhile
+        yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
+        pending += [constant for constant in code.co_consts if isinstance(constant, CodeType)]

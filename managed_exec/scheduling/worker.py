@@ -178,6 +178,7 @@ class Worker:
         if position is None or not may_run or error is not None:
             if position is not None:
                 self._give_back(position, task)
+            self._clocks.pop(task.future, None)
             end_without_run(task, error, self._outcomes, self.thread.name, is_cancelled=not may_run)
             del error, task
             return True
@@ -231,6 +232,7 @@ class Worker:
     def _run_on_cpu(self, task: Task, context: DeviceContext) -> bool:
         """Run *task*, which ran out of device memory, on the CPU; return whether this worker is done with it."""
         if task.future.stop is not None:  # by whoever was told that it will run again
+            self._clocks.pop(task.future, None)
             end_without_run(task, task.future.stop.new_error(), self._outcomes, self.thread.name, is_cancelled=False)
             return True
         self._note_start(task, None)

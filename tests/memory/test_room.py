@@ -84,6 +84,17 @@ def test_a_limit_ends_with_its_simulator(simulator: Kind) -> None:
         sim.enable(devices=1, memory=4 * MIB)
 
 
+def test_devices_outlive_their_simulator(simulator: Kind) -> None:
+    """Those that there are again, for the pool that came with them is still there."""
+    policy = MemoryPolicy(min_bytes=1024, spill=("peer",))
+    sim.enable(devices=3, memory=4 * MIB)
+    with GPUPoolExecutor(1, memory=policy):
+        sim.enable(devices=2, memory=8 * MIB)
+        limits = configure(policy).limits
+        assert limits.peers(torch.device("sim", 0)) == [torch.device("sim", 1)]
+        assert limits.total_bytes(torch.device("sim", 1)) == 8 * MIB
+
+
 def test_what_could_be_spilled_is_room(four: Rooms) -> None:
     movable = manage(plain(MIB * 3 // 4, 0))
     assert index(four.find(MIB // 2, disperse=False)) == 0

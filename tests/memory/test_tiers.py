@@ -281,6 +281,17 @@ def test_results_that_no_tier_takes(simulator: Kind, policy: dict) -> None:
     del error, future
 
 
+def test_directory_that_cannot_be_used(simulator: Kind, caplog: pytest.LogCaptureFixture) -> None:
+    """It is said once."""
+    sim.enable(devices=1, memory="2MiB")
+    policy = MemoryPolicy(min_bytes=1024, wait_s=0.1, spill=("disk",), spill_dir="/proc/no/such")
+    with GPUPoolExecutor(1, memory=policy) as pool:
+        future = pool.submit(lambda: [torch.ones(2**16, device="cuda") for _ in range(10)])
+        assert isinstance(future.exception(WAIT_S), DeviceMemoryError)
+    (record,) = [record for record in caplog.records if record.name == "managed_exec.memory.tiers"]
+    assert "cannot write 256.0 KiB below /proc/no/such: [Errno 2]" in record.getMessage()
+
+
 def test_error_names_what_is_not_managed(simulator: Kind) -> None:
     sim.enable(devices=1, memory="2MiB")
     with GPUPoolExecutor(1, memory=MemoryPolicy(wait_s=0.1)) as pool:
