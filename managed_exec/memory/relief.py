@@ -269,12 +269,13 @@ class Relief:
             return
         needed_bytes = request.needed_bytes + sum(record.n_bytes for record in request.operands)
         room = {peer: self._limits.memory(peer).free_bytes for peer in self._limits.peers(request.device)}
-        with self._table.lock:
-            busy = self._table.in_use()
-            for record in self._table.live():
-                is_there = record.device in room and record.residency is RESIDENT
-                if is_there and self._table.obstacle(record, busy) is None:
-                    room[record.device] += record.n_bytes
+        if self._policy.spill and max(room.values(), default=0) < needed_bytes:  # no device has it free
+            with self._table.lock:
+                busy = self._table.in_use()
+                for record in self._table.live():
+                    is_there = record.device in room and record.residency is RESIDENT
+                    if is_there and self._table.obstacle(record, busy) is None:
+                        room[record.device] += record.n_bytes
         target = max(room, key=lambda device: room[device], default=request.device)
         if target != request.device and room[target] >= needed_bytes:
             raise ElsewhereError(self._no_room(request, reason), target)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -124,6 +126,8 @@ class PiecePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ha
         elif isinstance(obj, torch.storage.TypedStorage) and obj._untyped_storage.device.type != "meta":
             storage = obj._untyped_storage
             return _rebuild_storage, (self._piece(storage, 0, storage.nbytes()).index, obj.dtype)
+        elif isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdout, sys.stderr):
+            raise TypeError(f"an open file ({obj.name}) goes to no other process")  # cloudpickle would send its text
         elif isinstance(obj, types.CodeType):
             # cloudpickle drops the name of the file, without which a traceback does not say where it is.
             rebuild, args = self.dispatch_table[types.CodeType](obj)

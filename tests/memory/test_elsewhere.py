@@ -213,6 +213,20 @@ class TestMigration:
         assert self.run(pool, task) == ("sim:1", "sim:0", 1200.0, "sim:1")
         assert [snapshot.running for snapshot in pool._loads.snapshots()] == [0, 0]
 
+    def test_to_the_device_that_has_room_now(self, simulator: Kind) -> None:
+        """Rather than to one where something could be moved; and where nothing can be, only to that."""
+        for spill in ((), ("host",)):
+            sim.enable(devices=3, memory="1MiB")
+            policy = MemoryPolicy(min_bytes=1024, wait_s=0.2, spill=spill, host_limit=KIB)
+            with GPUPoolExecutor(1, memory=policy) as pool:
+                made = pool.submit(lambda: [torch.ones(250 * KIB // 4, device="cuda") for _ in range(8)]).result(60)
+                assert {str(x.device) for x in made} == {"sim:0", "sim:1"}
+                made_by = pool.submit(
+                    lambda made=made: torch.cat([made[0], made[0]]),
+                )
+                assert made_by.result(60).device == torch.device("sim:2")
+                del made, made_by
+
     def test_not_of_what_names_its_device(self, pool: GPUPoolExecutor) -> None:
         def task() -> None:
             torch.empty(KIB * 50, device="cuda:0")

@@ -302,6 +302,12 @@ class TestObjects:
         value = {i: str(i) * 10 for i in range(5000)}
         assert trip(value) == value
 
+    def test_files(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with open(__file__) as file, pytest.raises(TypeError, match=r"an open file \(.*test_parcel.py\) goes to no"):
+            pack([file])
+        monkeypatch.setattr(sys, "stderr", sys.__stderr__)
+        assert trip(sys.stderr) is sys.stderr
+
     def test_what_cannot_be_pickled(self) -> None:
         before = len(os.listdir("/proc/self/fd"))
         for act in (pack, check_packs):
