@@ -221,11 +221,9 @@ class TestMigration:
             with GPUPoolExecutor(1, memory=policy) as pool:
                 made = pool.submit(lambda: [torch.ones(250 * KIB // 4, device="cuda") for _ in range(8)]).result(60)
                 assert {str(x.device) for x in made} == {"sim:0", "sim:1"}
-                made_by = pool.submit(
-                    lambda made=made: torch.cat([made[0], made[0]]),
-                )
-                assert made_by.result(60).device == torch.device("sim:2")
-                del made, made_by
+                joined = pool.submit(lambda made=made: torch.cat([made[0], made[0]]))
+                assert joined.result(60).device == torch.device("sim:2")
+                del made, joined
 
     def test_not_of_what_names_its_device(self, pool: GPUPoolExecutor) -> None:
         def task() -> None:
