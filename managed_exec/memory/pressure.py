@@ -15,11 +15,49 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 # How often a thread that waits for the turn looks whether its task is to stop.
 _LOOK_S = 0.1
+
+
+class Patience:
+    """Until when a request waits for what others may let go of.
+
+    Counted anew when something was spilled for it, and when others have let go of some of what it needs: in so few
+    parts that it cannot go on for ever. After each kernel in flight it waits a moment, however long it has waited.
+    """
+
+    _MOST_PARTS = 8
+
+    def __init__(self, wait_s: float, moment_s: float, needed_bytes: int) -> None:
+        self._wait_s = wait_s
+        self._moment_s = min(moment_s, wait_s)
+        self._part_bytes = max(1, needed_bytes // self._MOST_PARTS)
+        self._since: float | None = None  # None: it has not waited since
+        self._most_free_bytes = 0  # that there were in this wait
+        self._in_flight_s = 0.0  # when a kernel was last in flight, by the monotonic clock
+
+    def renew(self) -> None:
+        self._since = None
+
+    def note_flight(self) -> None:
+        """Note that a kernel is in flight whose operands could be moved if it were not."""
+        self._in_flight_s = time.monotonic()
+
+    def deadline(self, free_bytes: int, *, for_tasks: bool) -> float:
+        """Return until when to wait, by the monotonic clock; for a moment only, if not for tasks.
+
+        Args:
+            free_bytes: of the device, now.
+        """
+        if self._since is None or free_bytes >= self._most_free_bytes + self._part_bytes:
+            self._since = time.monotonic()
+            self._most_free_bytes = free_bytes
+        wait_s = self._wait_s if for_tasks else self._moment_s
+        return max(self._since + wait_s, self._in_flight_s + self._moment_s)
 
 
 class Turns:

@@ -22,7 +22,7 @@ from managed_exec.memory.limits import Limits
 from managed_exec.memory.mover import TIERS_FULL, Mover
 from managed_exec.memory.owner import Owner
 from managed_exec.memory.policy import MemoryPolicy
-from managed_exec.memory.pressure import Turns
+from managed_exec.memory.pressure import Patience, Turns
 from managed_exec.memory.record import MOVING, ON_DEVICE, RESIDENT, Record, Residency
 from managed_exec.memory.report import no_room_text
 from managed_exec.memory.table import RecordTable
@@ -31,6 +31,7 @@ T = TypeVar("T")
 _TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMG]iB)")
 _GUESSED_BYTES = 2**20  # where the text of an error does not say what was asked for
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_TOO_LARGE = "that is more than the device has"
 _YOUNGEST = 2**62  # the age of what no task asked for
 # Reruns in a row without anything spilled, while the device says that it has room. A kernel with several outputs can
 # fail at each of them in turn.
@@ -48,8 +49,13 @@ class NoRoom(NamedTuple):
     """
 
     device: torch.device
-    needed_bytes: int  # what could not be allocated
-    least_bytes: int = 0  # the least that this is, besides the operands
+    needed_bytes: int  # what could not be allocated; at most, where the error's text is rounded
+    least_bytes: int = 0  # what that is at least, besides the operands
+
+    @property
+    def enough_bytes(self) -> int:
+        """What has to be free for another try to be worth it."""
+        return self.least_bytes or self.needed_bytes
 
     @staticmethod
     def of(error: torch.OutOfMemoryError, device: torch.device) -> NoRoom:
@@ -89,23 +95,6 @@ class _Request(NamedTuple):
     @property
     def needed_bytes(self) -> int:
         return self.no_room.needed_bytes
-
-
-class _Patience:
-    """Until when a request waits for what others may let go of, counted from when there was last something to spill."""
-
-    def __init__(self, wait_s: float) -> None:
-        self._wait_s = wait_s
-        self._since: float | None = None  # None: it has not waited since
-
-    def renew(self) -> None:
-        self._since = None
-
-    def deadline(self, *, for_tasks: bool) -> float:
-        """Return until when to wait, by the monotonic clock; for a moment only, if not for tasks."""
-        if self._since is None:
-            self._since = time.monotonic()
-        return self._since + (self._wait_s if for_tasks else min(_GRACE_S, self._wait_s))
 
 
 class Relief:
@@ -192,7 +181,7 @@ class Relief:
     def _rerun_on(self, call: Callable[[], T | NoRoom], request: _Request) -> T | NoRoom:
         """Make room on a device until *call* succeeds or finds no room on another one. The turn is held."""
         vain = 0  # reruns in a row before which there was nothing to spill
-        patience = _Patience(self._policy.wait_s)
+        patience = Patience(self._policy.wait_s, _GRACE_S, request.needed_bytes)
         while True:
             vain = 0 if self._make_room(request, vain, patience) else vain + 1
             with self._table.lock:
@@ -211,7 +200,7 @@ class Relief:
                 self._turns[device] = Turns(self._table.changed, self._table.check_stop)
             return self._turns[device]
 
-    def _make_room(self, request: _Request, vain: int, patience: _Patience) -> bool:
+    def _make_room(self, request: _Request, vain: int, patience: Patience) -> bool:
         """Free what is wanted, or as much as can be; wait where that helps. The turn is held.
 
         Returns:
@@ -246,13 +235,15 @@ class Relief:
             return True  # if another was faster, there is something else now
         if vain < _MAX_VAIN_RERUNS and self._has_room(request):
             return False  # somebody has let go of it meanwhile
+        if request.needed_bytes > self._limits.total_bytes(request.device):
+            reason = _TOO_LARGE  # it might have been just as large, by the text's rounded number
         raise DeviceMemoryError(self._no_room(request, reason, unplaced))
 
     def _why_never(self, request: _Request) -> str | None:
         """Return why the device will never have room for a request, whatever others do; None if it may."""
         total_bytes = self._limits.total_bytes(request.device)
-        if request.needed_bytes > total_bytes:
-            return "that is more than the device has"
+        if request.no_room.enough_bytes > total_bytes:
+            return _TOO_LARGE
         operands = [record for record in request.operands if record.device == request.device]
         # What is not resident may be what could not be allocated.
         least_bytes = request.no_room.least_bytes + sum(r.n_bytes for r in operands if r.residency is RESIDENT)
@@ -261,7 +252,7 @@ class Relief:
         return None
 
     def _has_room(self, request: _Request) -> bool:
-        return self._limits.memory(request.device).free_bytes >= request.needed_bytes
+        return self._limits.memory(request.device).free_bytes >= request.no_room.enough_bytes
 
     def _send_elsewhere(self, request: _Request, reason: str) -> None:
         """Raise if another device has room for the call, or can make it, and the call may leave."""
@@ -315,7 +306,7 @@ class Relief:
         return freed > 0
 
     def _wait_for_others(
-        self, request: _Request, unplaced: Collection[Record], patience: _Patience, *, for_tasks: bool
+        self, request: _Request, unplaced: Collection[Record], patience: Patience, *, for_tasks: bool
     ) -> bool:
         """Wait until something of another kernel or task may have become movable, or is gone; return whether it has.
 
@@ -328,7 +319,6 @@ class Relief:
                 (they may be waiting for this one), their plain tensors included; else for a moment, for references that
                 are just going.
         """
-        deadline = patience.deadline(for_tasks=for_tasks)
         free_bytes = self._limits.memory(request.device).free_bytes
         with self._table.lock:
             landed = self._table.landed
@@ -343,15 +333,17 @@ class Relief:
                 waited_for = self._table.in_use_elsewhere()
                 in_flight = any(r in waited_for or r.residency in MOVING for r in others)
                 unregistered = self._table.in_flight_elsewhere()
-                is_early = time.monotonic() < deadline
+                if any(r in waited_for and not r.pins and r.immovable is None for r in movable):
+                    patience.note_flight()
+                memory = self._limits.memory(request.device)
+                is_early = time.monotonic() < patience.deadline(memory.free_bytes, for_tasks=for_tasks)
                 if is_early and not in_flight and not unregistered and landed != self._table.landed:
                     return True  # what was in flight is down, and what it made may have gone already
                 if for_tasks:
                     hope = self._others_hold(request, others)
                 else:  # what is neither pinned nor exported shares its memory with something in some frame
                     hope = any(not r.pins and r.immovable is None for r in movable)
-                memory = self._limits.memory(request.device)
-                if memory.free_bytes > free_bytes and memory.free_bytes >= request.needed_bytes:
+                if memory.free_bytes > free_bytes and memory.free_bytes >= request.no_room.enough_bytes:
                     return True
                 if not in_flight and not ((hope or unregistered) and is_early):
                     return False

@@ -83,7 +83,10 @@ class OperatorCall:
         """Where the kernel allocates: the device it is told, else that of its first operand."""
         wanted = self.kwargs.get("device")
         if wanted is not None:
-            return torch.device(wanted)
+            device = torch.device(wanted)
+            if device.index is None and device.type not in ("cpu", "meta"):
+                return torch.device(device.type, torch.accelerator.current_device_index())
+            return device
         return self.records[0].device if self.records else tensors_of(self.args)[0].device
 
 

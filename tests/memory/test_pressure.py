@@ -134,6 +134,43 @@ def test_one_kernel_whose_operands_leave_it_no_room(small_device: MemoryManager)
     assert "What helps: a smaller batch" in str(error)
 
 
+@pytest.mark.parametrize("spilled", [0, HALF])
+def test_one_kernel_as_large_as_the_device(small_device: MemoryManager, spilled: int) -> None:
+    """The error's text, rounded up, would say that it is larger."""
+    kept = manage(torch.ones(spilled, device="sim:0"))
+    with pool(small_device, 1) as executor:
+        made = executor.submit(torch.ones, DEVICE_BYTES // 4, device="cuda").result(WAIT_S)
+        assert made.cpu().sum().item() == DEVICE_BYTES // 4
+        del made
+    assert kept.sum().item() == spilled
+
+
+def test_room_of_just_the_needed_size_is_taken(small_device: MemoryManager) -> None:
+    held, done = threading.Event(), threading.Event()
+
+    def holder() -> None:
+        with torch.ones(DEVICE_BYTES // 8, device="cuda").hold():
+            held.set()
+            assert done.wait(WAIT_S)
+
+    with pool(small_device, 2) as executor:
+        first = executor.submit(holder)
+        assert held.wait(WAIT_S)
+        second = executor.submit(torch.ones, DEVICE_BYTES // 4, device="cuda")
+        with pytest.raises(concurrent.futures.TimeoutError):
+            second.result(0.2)
+        done.set()
+        first.result(WAIT_S)
+        assert second.result(WAIT_S).cpu().min().item() == 1
+
+
+def test_device_without_an_index(small_device: MemoryManager) -> None:
+    kept = manage(torch.ones(HALF, device="sim:0"))
+    x = manage(torch.ones(2 * HALF // 3, device="sim:0"))
+    assert torch.ones_like(x, device="sim").sum().item() == x.numel()
+    assert kept.sum().item() == HALF
+
+
 def test_those_that_hope_in_vain_give_up(simulator: Kind) -> None:
     """On each of three devices a task waits for what another one holds: none takes the others' tries for progress."""
     sim.enable(devices=3, memory=DEVICE_BYTES)
