@@ -21,6 +21,8 @@ from contextlib import contextmanager
 
 # How often a thread that waits for the turn looks whether its task is to stop.
 _LOOK_S = 0.1
+# How long to move away again and again what others bring back.
+_MOST_MOVING_S = 10.0
 
 
 class Patience:
@@ -38,13 +40,28 @@ class Patience:
         self._part_bytes = max(1, needed_bytes // self._MOST_PARTS)
         self._since: float | None = None  # None: it has not waited since
         self._most_free_bytes = 0  # that there were in this wait
+        self._moving_since: float | None = None
+        self._most_freed_bytes = 0  # that there were since
         self._in_flight_s = 0.0  # when a kernel was last in flight, by the monotonic clock
+
+    def may_go_on(self, free_bytes: int) -> bool:
+        """Return whether to try on after something was moved away: not if that has not helped for long.
+
+        Then others bring back at once what is moved: those whose operands it is, and who cannot succeed either.
+
+        Args:
+            free_bytes: of the device, now.
+        """
+        now = time.monotonic()
+        if self._moving_since is None or free_bytes >= self._most_freed_bytes + self._part_bytes:
+            self._moving_since, self._most_freed_bytes = now, free_bytes
+        return now < self._moving_since + max(self._wait_s, _MOST_MOVING_S)
 
     def renew(self) -> None:
         self._since = None
 
     def note_flight(self) -> None:
-        """Note that a kernel is in flight whose operands could be moved if it were not."""
+        """Note that a kernel is in flight whose operands, or what it makes, could be moved if it were not."""
         self._in_flight_s = time.monotonic()
 
     def deadline(self, free_bytes: int, *, for_tasks: bool) -> float:
@@ -57,7 +74,8 @@ class Patience:
             self._since = time.monotonic()
             self._most_free_bytes = free_bytes
         wait_s = self._wait_s if for_tasks else self._moment_s
-        return max(self._since + wait_s, self._in_flight_s + self._moment_s)
+        last = self._since + self._wait_s + _MOST_MOVING_S
+        return max(self._since + wait_s, min(self._in_flight_s + self._moment_s, last))
 
 
 class Turns:

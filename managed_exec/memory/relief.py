@@ -32,6 +32,7 @@ _TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMG]iB)")
 _GUESSED_BYTES = 2**20  # where the text of an error does not say what was asked for
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _TOO_LARGE = "that is more than the device has"
+_IN_VAIN = "others bring back what is moved away for it"
 _YOUNGEST = 2**62  # the age of what no task asked for
 # Reruns in a row without anything spilled, while the device says that it has room. A kernel with several outputs can
 # fail at each of them in turn.
@@ -216,7 +217,10 @@ class Relief:
         unplaced: set[Record] = set()
         if self._spill_coldest(request, unplaced):
             patience.renew()
-            return True
+            if self._may_go_on(request, patience):
+                return True
+            self._send_elsewhere(request, _IN_VAIN)
+            raise DeviceMemoryError(self._no_room(request, _IN_VAIN))
         if vain == 0:
             # What the allocator keeps for reuse may be in the wrong pieces.
             torch.accelerator.memory.empty_cache()
@@ -230,7 +234,7 @@ class Relief:
         if not hope:
             self._send_elsewhere(request, reason)
             hope = self._wait_for_others(request, unplaced, patience, for_tasks=True)
-        if hope:
+        if hope and self._may_go_on(request, patience):
             self._spill_coldest(request, unplaced)
             return True  # if another was faster, there is something else now
         if vain < _MAX_VAIN_RERUNS and self._has_room(request):
@@ -250,6 +254,9 @@ class Relief:
         if max(least_bytes, sum(record.n_bytes for record in operands)) > total_bytes:
             return "with the kernel's operands that is more than the device has"
         return None
+
+    def _may_go_on(self, request: _Request, patience: Patience) -> bool:
+        return patience.may_go_on(self._limits.memory(request.device).free_bytes)
 
     def _has_room(self, request: _Request) -> bool:
         return self._limits.memory(request.device).free_bytes >= request.no_room.enough_bytes
@@ -333,7 +340,8 @@ class Relief:
                 waited_for = self._table.in_use_elsewhere()
                 in_flight = any(r in waited_for or r.residency in MOVING for r in others)
                 unregistered = self._table.in_flight_elsewhere()
-                if any(r in waited_for and not r.pins and r.immovable is None for r in movable):
+                is_awaited = any(r in waited_for and not r.pins and r.immovable is None for r in movable)
+                if is_awaited or self._table.is_making_elsewhere():
                     patience.note_flight()
                 memory = self._limits.memory(request.device)
                 is_early = time.monotonic() < patience.deadline(memory.free_bytes, for_tasks=for_tasks)

@@ -132,6 +132,11 @@ class RecordTable:
         mine = self._thread.flights
         return any(flights.records for flights in self._flights if flights is not mine)
 
+    def is_making_elsewhere(self) -> bool:
+        """Return whether a kernel of another thread is in flight that makes something of nothing. The lock is held."""
+        mine = self._thread.flights
+        return any(not records for flights in self._flights if flights is not mine for records in list(flights.records))
+
     def is_nested(self) -> bool:
         """Return whether the calling thread is in a kernel that uses records, whose end it must not wait for."""
         return any(self._thread.flights.records)

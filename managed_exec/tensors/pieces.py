@@ -127,7 +127,7 @@ class PiecePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ha
             storage = obj._untyped_storage
             return _rebuild_storage, (self._piece(storage, 0, storage.nbytes()).index, obj.dtype)
         elif isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdout, sys.stderr):
-            raise TypeError(f"an open file ({obj.name}) goes to no other process")  # cloudpickle would send its text
+            raise TypeError(f"an open file ({obj!r}) goes to no other process")  # cloudpickle would send its text
         elif isinstance(obj, types.CodeType):
             # cloudpickle drops the name of the file, without which a traceback does not say where it is.
             rebuild, args = self.dispatch_table[types.CodeType](obj)
