@@ -77,7 +77,8 @@ class TestHooks:
         assert [type(event) for event in seen] == [type(event) for event in others] == kinds
         assert isinstance(seen[1].error, KeyboardInterrupt)
 
-    def test_interrupt_leaves_no_task_that_was_to_be_cancelled(self, kind: Kind) -> None:
+    @pytest.mark.parametrize("where", ["hook", "done callback"])
+    def test_interrupt_leaves_no_task_that_was_to_be_cancelled(self, kind: Kind, where: str) -> None:
         presses, seen, go = list[type[BaseException]](), list[Event](), threading.Event()
 
         def interrupted(event: Event) -> None:
@@ -85,29 +86,17 @@ class TestHooks:
             if presses:
                 raise presses.pop()
 
+        def interrupt(future: object) -> None:
+            raise KeyboardInterrupt
+
         with kind.pool(max_workers=1, hooks=[interrupted]) as pool:
             running = pool.submit(go.wait, 60)
             assert eventually(running.running)
             waiting = [pool.submit(int) for _ in range(3)]
-            presses.append(KeyboardInterrupt)
-            with pytest.raises(KeyboardInterrupt):
-                pool.shutdown(cancel_futures=True)
-            assert all(future.cancelled() for future in waiting)
-            go.set()
-            assert running.result(60)
-        assert [event.task_id for event in seen if isinstance(event, TaskFinished)] == [1, 2, 3, 0]
-
-    def test_interrupt_in_a_done_callback_leaves_no_task_that_was_to_be_cancelled(self, kind: Kind) -> None:
-        seen, go = list[Event](), threading.Event()
-
-        def interrupted(future: object) -> None:
-            raise KeyboardInterrupt
-
-        with kind.pool(max_workers=1, hooks=[seen.append]) as pool:
-            running = pool.submit(go.wait, 60)
-            assert eventually(running.running)
-            waiting = [pool.submit(int) for _ in range(3)]
-            waiting[0].add_done_callback(interrupted)
+            if where == "hook":
+                presses.append(KeyboardInterrupt)
+            else:
+                waiting[0].add_done_callback(interrupt)
             with pytest.raises(KeyboardInterrupt):
                 pool.shutdown(cancel_futures=True)
             assert all(future.cancelled() for future in waiting)

@@ -25,6 +25,24 @@ _LOOK_S = 0.1
 _MOST_MOVING_S = 10.0
 
 
+class _Stopwatch:
+    """Counts from when it was first read, and anew when that much more of the device is free than at the last start."""
+
+    def __init__(self, part_bytes: int) -> None:
+        self._part_bytes = part_bytes
+        self._start_s: float | None = None  # by the monotonic clock; None: not read since it was reset
+        self._most_free_bytes = 0  # at the start
+
+    def reset(self) -> None:
+        self._start_s = None
+
+    def start_s(self, free_bytes: int) -> float:
+        """Return since when it counts; *free_bytes* are free now."""
+        if self._start_s is None or free_bytes >= self._most_free_bytes + self._part_bytes:
+            self._start_s, self._most_free_bytes = time.monotonic(), free_bytes
+        return self._start_s
+
+
 class Patience:
     """Until when a request waits for what others may let go of.
 
@@ -37,11 +55,9 @@ class Patience:
     def __init__(self, wait_s: float, moment_s: float, needed_bytes: int) -> None:
         self._wait_s = wait_s
         self._moment_s = min(moment_s, wait_s)
-        self._part_bytes = max(1, needed_bytes // self._MOST_PARTS)
-        self._since: float | None = None  # None: it has not waited since
-        self._most_free_bytes = 0  # that there were in this wait
-        self._moving_since: float | None = None
-        self._most_freed_bytes = 0  # that there were since
+        part_bytes = max(1, needed_bytes // self._MOST_PARTS)
+        self._waiting = _Stopwatch(part_bytes)
+        self._moving = _Stopwatch(part_bytes)
         self._in_flight_s = 0.0  # when a kernel was last in flight, by the monotonic clock
 
     def may_go_on(self, free_bytes: int) -> bool:
@@ -52,13 +68,11 @@ class Patience:
         Args:
             free_bytes: of the device, now.
         """
-        now = time.monotonic()
-        if self._moving_since is None or free_bytes >= self._most_freed_bytes + self._part_bytes:
-            self._moving_since, self._most_freed_bytes = now, free_bytes
-        return now < self._moving_since + max(self._wait_s, _MOST_MOVING_S)
+        start_s = self._moving.start_s(free_bytes)
+        return time.monotonic() < start_s + max(self._wait_s, _MOST_MOVING_S)
 
     def renew(self) -> None:
-        self._since = None
+        self._waiting.reset()
 
     def note_flight(self) -> None:
         """Note that a kernel is in flight whose operands, or what it makes, could be moved if it were not."""
@@ -70,12 +84,10 @@ class Patience:
         Args:
             free_bytes: of the device, now.
         """
-        if self._since is None or free_bytes >= self._most_free_bytes + self._part_bytes:
-            self._since = time.monotonic()
-            self._most_free_bytes = free_bytes
+        start_s = self._waiting.start_s(free_bytes)
         wait_s = self._wait_s if for_tasks else self._moment_s
-        last = self._since + self._wait_s + _MOST_MOVING_S
-        return max(self._since + wait_s, min(self._in_flight_s + self._moment_s, last))
+        last = start_s + self._wait_s + _MOST_MOVING_S
+        return max(start_s + wait_s, min(self._in_flight_s + self._moment_s, last))
 
 
 class Turns:

@@ -138,13 +138,16 @@ class Watchdog:
         Whoever ends the run takes the clock out of ``clocks``.
         """
         self._set_clock(future, time.monotonic() + timeout_s)
-        if future.stop is not None:  # it was told before, and the clock of that may just have been overwritten
-            self._set_clock(future, time.monotonic() + GRACE_S)
+        self._keep_grace(future)
 
     def stop_clock(self, future: TaskFuture[Any]) -> None:
         """Let the time of *future*'s task stand still: its run is over, and the next one has not begun."""
         self.clocks.pop(future, None)
-        if future.stop is not None:  # it was told before, and what is lost may be the clock of that
+        self._keep_grace(future)
+
+    def _keep_grace(self, future: TaskFuture[Any]) -> None:
+        """Set the clock of a task that was told to stop, if it was: that may just have been overwritten, or dropped."""
+        if future.stop is not None:
             self._set_clock(future, time.monotonic() + GRACE_S)
 
     def watch(self, future: TaskFuture[Any]) -> None:
